@@ -1,0 +1,1 @@
+"""Typed specs: base classes, registry, serialisation, overrides, errors."""

@@ -1,0 +1,22 @@
+"""The one exception a user's mistake raises, and the near-miss hint it carries."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(ValueError):
+    """A mistake that the caller can fix: one line that names the thing and the fix.
+
+    The command line prints the message alone and exits with code 2; in Python it is an ordinary ``ValueError``.
+    """
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"`` for the nearest known name, or the short list of what is known."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if near:
+        return f" (did you mean '{near[0]}'?)"
+    if not names:
+        return ""
+    return f" (known: {', '.join(names[:12])}{', …' if len(names) > 12 else ''})"
