@@ -1,0 +1,1 @@
+"""Numeric hot spots: public functions, reference implementations, backends behind one dispatch."""

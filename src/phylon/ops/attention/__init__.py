@@ -1,0 +1,76 @@
+"""Attention: one public function, a reference, and backends behind one dispatch."""
+
+import math
+from collections.abc import Callable
+
+from torch import Tensor
+
+from phylon.ops.attention.call import AttentionCall, ScoreBias
+from phylon.ops.attention.reference import Reference
+from phylon.ops.attention.sdpa import Sdpa
+from phylon.ops.dispatch import Dispatch, Reason
+from phylon.patterns import Full, Pattern, Records
+
+dispatch: Dispatch[AttentionCall] = Dispatch("attention", [Sdpa(), Reference()])
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    pattern: Pattern | None = None,
+    query: Records | None = None,
+    key: Records | None = None,
+    bias: ScoreBias | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    tap: Callable[[str, Tensor], Tensor] | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Attention of ``q`` (B, T, H, E) over ``k`` (B, S, K, E) and ``v`` (B, S, K, Ev): returns (B, T, H, Ev).
+
+    arXiv:1706.03762, section 3.2.1; grouped heads: arXiv:2305.13245. ``scale`` defaults to ``E ** -0.5``. ``pattern``
+    says who may look at whom (default: everybody); padding and foreign documents are out whenever ``query`` or ``key``
+    carry segments. Without records, queries and keys are one document aligned bottom-right. A query that may see
+    nothing yields zero, and zero gradient. ``backend`` forces one and raises ``UserError`` with its reason if it refuses.
+    """
+    call = AttentionCall(
+        q=q,
+        k=k,
+        v=v,
+        pattern=pattern or Full(),
+        query=query,
+        key=key,
+        bias=bias,
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        softcap=softcap,
+        sink=sink,
+        dropout=dropout,
+        seed=seed,
+        tap=tap,
+    )
+    return dispatch.pick(call, backend).run(call)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: object) -> list[Reason]:
+    """Which backend would run this call, and why each other one would not; the options are those of ``attention``."""
+    defaults: dict[str, object] = {
+        "pattern": Full(),
+        "query": None,
+        "key": None,
+        "bias": None,
+        "scale": 1.0,
+        "softcap": None,
+        "sink": None,
+        "dropout": 0.0,
+        "seed": 0,
+        "tap": None,
+    }
+    return dispatch.explain(AttentionCall(q=q, k=k, v=v, **(defaults | options)))  # type: ignore[arg-type]
+
+
+__all__ = ["AttentionCall", "ScoreBias", "attention", "dispatch", "explain"]

@@ -1,0 +1,78 @@
+"""The one description of an attention call that every backend reads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from phylon.patterns import Document, Full, Pattern, Records, aligned
+from phylon.spec.errors import UserError
+
+
+class ScoreBias(Protocol):
+    """A structured bias on the scores, added after the scale; never a stored T x S tensor."""
+
+    def scores(self, query: Records, key: Records) -> Tensor:
+        """(B or 1, H, T, S) from records that broadcast, (B or 1, 1, T, 1) and (B or 1, 1, 1, S)."""
+        ...
+
+
+@dataclass(kw_only=True)
+class AttentionCall:
+    """``q`` (B, T, H, E), ``k`` (B, S, K, E), ``v`` (B, S, K, Ev) with H a multiple of K.
+
+    ``query`` and ``key`` are the records of both sides; ``None`` means one document, aligned bottom-right.
+    ``sink`` (H,) is an extra logit per head that takes weight and gives nothing. ``seed`` drives the dropout mask.
+    ``tap`` receives ``scores`` and ``weights`` (B, H, T, S) on the reference backend.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pattern: Pattern
+    query: Records | None
+    key: Records | None
+    bias: ScoreBias | None
+    scale: float
+    softcap: float | None
+    sink: Tensor | None
+    dropout: float
+    seed: int
+    tap: Callable[[str, Tensor], Tensor] | None
+
+    def __post_init__(self) -> None:
+        q, k, v = self.q, self.k, self.v
+        if not (q.ndim == k.ndim == v.ndim == 4):
+            raise UserError(f"attention takes (B, T, H, E) tensors, got {q.ndim}, {k.ndim} and {v.ndim} dimensions")
+        if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+            raise UserError(f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+            raise UserError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
+        if not (q.dtype == k.dtype == v.dtype):
+            raise UserError(f"attention dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+
+    @property
+    def segmented(self) -> bool:
+        """Whether padding or several documents may be present."""
+        return any(side is not None and side.segments is not None for side in (self.query, self.key))
+
+    def records(self) -> tuple[Records, Records]:
+        """The records of queries and keys, made where none are given."""
+        made = aligned(self.q.shape[1], self.k.shape[1], self.q.device)
+        return self.query or made[0], self.key or made[1]
+
+    def mask(self) -> Tensor | None:
+        """Boolean (B or 1, H or 1, T, S) of what may be seen, or ``None`` when everything may."""
+        if isinstance(self.pattern, Full) and not self.segmented:
+            return None
+        query, key = self.records()
+        pattern = self.pattern & Document() if self.segmented else self.pattern
+        return pattern.allowed(query.as_queries(), key.as_keys())
+
+    def bias_scores(self) -> Tensor | None:
+        """The score bias (B or 1, H, T, S), or ``None``."""
+        if self.bias is None:
+            return None
+        query, key = self.records()
+        return self.bias.scores(query.as_queries(), key.as_keys())

@@ -1,0 +1,63 @@
+"""PyTorch's ``scaled_dot_product_attention``, with the pattern as a causal flag or a dense mask."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phylon.ops.attention.call import AttentionCall
+from phylon.patterns import Causal, Pattern, Window
+
+
+class Sdpa:
+    """Fast where the pattern is plain; every other pattern becomes a dense (T, S) mask, O(T S) memory."""
+
+    name = "sdpa"
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, call: AttentionCall) -> str | None:
+        if call.softcap is not None:
+            return "no softcap in PyTorch's SDPA"
+        if call.sink is not None:
+            return "no attention sink in PyTorch's SDPA"
+        if call.dropout > 0:
+            return "its dropout mask is not the counter-based one"
+        if call.tap is not None:
+            return "scores and weights are not visible"
+        if 0 in call.q.shape or 0 in call.k.shape:
+            return "an empty dimension"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
+        grouped = call.q.shape[2] != call.k.shape[2]
+        if call.bias is None and not call.segmented and call.query is None and call.key is None:
+            flag = _causal_flag(call.pattern, q.shape[2], k.shape[2])
+            if flag is not None:
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.scale, enable_gqa=grouped)
+                return out.transpose(1, 2)
+        mask, bias = call.mask(), call.bias_scores()
+        if mask is None:
+            attn_mask = None if bias is None else bias.to(q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.scale, enable_gqa=grouped)
+            return out.transpose(1, 2)
+        if call.segmented:
+            # Padding can hold anything, NaN included, and a masked NaN is still NaN in the product.
+            unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
+            k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+        seen = mask.any(dim=-1, keepdim=True)
+        if bias is None:
+            attn_mask = mask | ~seen
+        else:
+            attn_mask = bias.to(q.dtype).masked_fill(~(mask | ~seen), float("-inf"))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.scale, enable_gqa=grouped)
+        return torch.where(seen, out, 0).transpose(1, 2)
+
+
+def _causal_flag(pattern: Pattern, n_queries: int, n_keys: int) -> bool | None:
+    """SDPA's ``is_causal`` where that says the pattern for aligned records, else ``None``."""
+    causal = isinstance(pattern, Causal) or (isinstance(pattern, Window) and pattern.size >= n_keys)
+    if causal and n_queries == 1:
+        return False
+    return True if causal and n_queries == n_keys else None

@@ -1,0 +1,79 @@
+"""One dispatch for every op: backends say what they support and why not, and the first that supports a call runs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from phylon.spec.errors import UserError, did_you_mean
+
+C = TypeVar("C", contravariant=True)
+
+
+class Backend(Protocol[C]):
+    """One implementation of an op."""
+
+    name: str
+
+    def available(self) -> str | None:
+        """``None``, or why this machine cannot run the backend."""
+
+    def supports(self, call: C) -> str | None:
+        """``None``, or why the backend refuses this call."""
+
+    def run(self, call: C) -> Tensor:
+        """The result."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """One line of ``explain``: the backend, whether it was chosen, and why not if it cannot run."""
+
+    backend: str
+    chosen: bool
+    reason: str | None
+
+
+class Dispatch(Generic[C]):
+    """The backends of one op, in measured order, fastest first; the reference comes last and supports everything."""
+
+    def __init__(self, op: str, backends: list[Backend[C]]) -> None:
+        self.op = op
+        self.backends = {backend.name: backend for backend in backends}
+        self.forced: str | None = None
+
+    def pick(self, call: C, name: str | None = None) -> Backend[C]:
+        """The backend that runs ``call``; a forced one that refuses raises with its reason."""
+        name = name or self.forced
+        if name is not None:
+            backend = self._named(name)
+            reason = backend.available() or backend.supports(call)
+            if reason:
+                raise UserError(f"{self.op} backend '{name}' cannot run this call: {reason}")
+            return backend
+        return next(b for b in self.backends.values() if not (b.available() or b.supports(call)))
+
+    def explain(self, call: C) -> list[Reason]:
+        """Every backend with the reason why it would not run ``call``."""
+        reasons = {name: b.available() or b.supports(call) for name, b in self.backends.items()}
+        chosen = self.forced or next(name for name, reason in reasons.items() if reason is None)
+        return [Reason(name, name == chosen and reason is None, reason) for name, reason in reasons.items()]
+
+    @contextmanager
+    def force(self, name: str) -> Iterator[None]:
+        """Run every call inside the block on one backend."""
+        self._named(name)
+        before, self.forced = self.forced, name
+        try:
+            yield
+        finally:
+            self.forced = before
+
+    def _named(self, name: str) -> Backend[C]:
+        if name not in self.backends:
+            raise UserError(f"unknown {self.op} backend '{name}'{did_you_mean(name, self.backends)}")
+        return self.backends[name]
+
+

@@ -1,0 +1,123 @@
+"""Linear map and cross-entropy in one, in chunks: the ``tokens x vocabulary`` logits never exist in training."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORE = -100
+_CHUNK_BYTES = 32 * 2**20
+
+
+class Loss(NamedTuple):
+    """A summed loss and the number of targets it sums over: exact under gradient accumulation."""
+
+    sum: Tensor
+    count: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean over targets; 0 when there are none."""
+        return self.sum / self.count.clamp(min=1)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0) -> Loss:
+    """The readable form on existing logits (..., V) and targets (...), -100 ignored; computed in at least fp32."""
+    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    targets = targets.flatten()
+    log_probs = torch.log_softmax(logits, dim=-1)
+    valid = targets != IGNORE
+    picked = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    per_token = -(1 - label_smoothing) * picked - label_smoothing * log_probs.mean(-1)
+    return Loss(per_token.masked_fill(~valid, 0).sum(), valid.sum())
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+) -> Loss:
+    """Cross-entropy of ``hidden`` (..., D) times ``weight`` (V, D) against ``targets`` (...), -100 ignored.
+
+    The gradient of the scores is formed chunk by chunk in the forward pass (its scale is known: a sum), so peak memory
+    beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, label_smoothing)
+    return Loss(total, count)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        softcap: float | None,
+        smoothing: float,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+        compute_VD = weight_VD.to(hidden_ND.dtype)
+        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        grad_h = torch.empty_like(hidden_ND) if need_h else None
+        grad_w = torch.zeros_like(weight_VD, dtype=dtype) if need_w else None
+        grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
+        total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
+        rows = max(1, _CHUNK_BYTES // (weight_VD.shape[0] * torch.finfo(dtype).bits // 8))
+        for start in range(0, hidden_ND.shape[0], rows):
+            h_CD, t_C = hidden_ND[start : start + rows], targets_N[start : start + rows]
+            loss, grad_CV = _chunk(h_CD @ compute_VD.T, bias_V, t_C, softcap, smoothing, dtype)
+            total += loss
+            if grad_b is not None:
+                grad_b += grad_CV.sum(0)
+            grad_CV = grad_CV.to(hidden_ND.dtype)
+            if grad_h is not None:
+                torch.matmul(grad_CV, compute_VD, out=grad_h[start : start + rows])
+            if grad_w is not None:
+                grad_w += grad_CV.T @ h_CD
+        ctx.grads = (
+            grad_h,
+            None if grad_w is None else grad_w.to(weight_VD.dtype),
+            None if grad_b is None or bias_V is None else grad_b.to(bias_V.dtype),
+        )
+        count = (targets_N != IGNORE).sum()
+        ctx.mark_non_differentiable(count)
+        return total, count
+
+    @staticmethod
+    def backward(ctx: Any, grad_total: Tensor, _grad_count: Tensor) -> tuple[Tensor | None, ...]:
+        grads = tuple(None if g is None else g * grad_total.to(g.dtype) for g in ctx.grads)
+        return (*grads, None, None, None)
+
+
+def _chunk(
+    logits: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None, smoothing: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of one chunk (C, V), and its gradient with respect to the logits before the cap."""
+    logits = logits.to(dtype)
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    slope = None
+    if softcap is not None:
+        tanh = torch.tanh(logits / softcap)
+        logits, slope = softcap * tanh, 1 - tanh.square()
+    valid = targets != IGNORE
+    index = targets.clamp(min=0)[:, None]
+    log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
+    per_token = log_z - (1 - smoothing) * logits.gather(-1, index) - smoothing * logits.mean(-1, keepdim=True)
+    loss = per_token[:, 0].masked_fill(~valid, 0).sum()
+    grad = torch.exp(logits - log_z)
+    grad.scatter_add_(-1, index, torch.full_like(index, -(1 - smoothing), dtype=dtype))
+    if smoothing:
+        grad -= smoothing / logits.shape[-1]
+    if slope is not None:
+        grad *= slope
+    return loss, grad.masked_fill_(~valid[:, None], 0)

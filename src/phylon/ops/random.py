@@ -1,0 +1,21 @@
+"""Counter-based random numbers: a dropout mask that depends on a seed and an index, never on the tiling."""
+
+import torch
+from torch import Tensor
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (the constants of Wellons' ``lowbias32``) on int64 tensors that hold 32-bit values."""
+    mask = 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
+    return x ^ (x >> 16)
+
+
+def keep_mask(seed: int, shape: torch.Size, rate: float, device: torch.device) -> Tensor:
+    """Boolean mask of ``shape`` (B, H, T, S) that keeps a share ``1 - rate``; a pure function of seed and index."""
+    state = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        index = torch.arange(size, device=device).view(-1, *[1] * (len(shape) - dim - 1))
+        state = _mix(state ^ _mix(index + (dim + 1) * 0x9E3779B1 & 0xFFFFFFFF))
+    return state >= int(rate * 2**32)

@@ -1,0 +1,6 @@
+"""Who may look at whom."""
+
+from phylon.patterns.base import And, Or, Pattern, Records, aligned
+from phylon.patterns.basic import Causal, Document, Full, SymmetricWindow, Window
+
+__all__ = ["And", "Causal", "Document", "Full", "Or", "Pattern", "Records", "SymmetricWindow", "Window", "aligned"]

@@ -1,0 +1,95 @@
+"""The patterns of the standard Transformers: full, causal, windows, documents."""
+
+import torch
+from torch import Tensor
+
+from phylon.patterns.base import And, Or, Pattern, Records
+from phylon.spec.base import Mechanism
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+
+class Full(Mechanism, Pattern, frozen=True, kw_only=True):
+    """Every query sees every key. *Attention Is All You Need* (arXiv:1706.03762), section 3.2.3, encoder."""
+
+    def allowed(self, query: Records, key: Records) -> Tensor:
+        return torch.ones_like(query.positions, dtype=torch.bool) & torch.ones_like(key.positions, dtype=torch.bool)
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+
+class Causal(Mechanism, Pattern, frozen=True, kw_only=True):
+    """A query sees itself and what came before: ``key <= query``. arXiv:1706.03762, section 3.2.3, decoder."""
+
+    def allowed(self, query: Records, key: Records) -> Tensor:
+        return key.positions <= query.positions
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+
+class Window(Mechanism, Pattern, frozen=True, kw_only=True):
+    """A causal window of ``size`` tokens: itself and the ``size - 1`` before it. Mistral 7B (arXiv:2310.06825), section 2."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"window size must be at least 1, got {self.size}")
+
+    def allowed(self, query: Records, key: Records) -> Tensor:
+        return (key.positions <= query.positions) & (key.positions > query.positions - self.size)
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+    @property
+    def reach(self) -> int | None:
+        return self.size
+
+
+class SymmetricWindow(Mechanism, Pattern, frozen=True, kw_only=True):
+    """At most ``radius`` tokens away on either side. Longformer (arXiv:2004.05150), section 3.1 (its w is 2 x radius)."""
+
+    radius: int
+
+    def __post_init__(self) -> None:
+        if self.radius < 0:
+            raise UserError(f"window radius must be at least 0, got {self.radius}")
+
+    def allowed(self, query: Records, key: Records) -> Tensor:
+        return (key.positions - query.positions).abs() <= self.radius
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+
+class Document(Mechanism, Pattern, frozen=True, kw_only=True):
+    """Query and key are of one document, and neither is padding: equal segments, not 0."""
+
+    def allowed(self, query: Records, key: Records) -> Tensor:
+        if query.segments is None and key.segments is None:
+            return Full().allowed(query, key)
+        ones = torch.ones((), dtype=torch.int64, device=query.positions.device)
+        query_ids = ones if query.segments is None else query.segments
+        key_ids = ones if key.segments is None else key.segments
+        shape = Full().allowed(query, key)
+        return (query_ids == key_ids) & (key_ids != 0) & shape
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+
+register(Full, paper="arXiv:1706.03762 §3.2.3", cases=lambda: [Full()])
+register(Causal, paper="arXiv:1706.03762 §3.2.3", cases=lambda: [Causal()])
+register(Window, paper="arXiv:2310.06825 §2", cases=lambda: [Window(size=1), Window(size=4)])
+register(SymmetricWindow, paper="arXiv:2004.05150 §3.1", cases=lambda: [SymmetricWindow(radius=0), SymmetricWindow(radius=2)])
+register(Document, paper="packing with segments; design", cases=lambda: [Document()])
+register(And, paper="composition", cases=lambda: [And(patterns=(Causal(), SymmetricWindow(radius=2)))])
+register(Or, paper="composition", cases=lambda: [Or(patterns=(Window(size=2), Causal()))])

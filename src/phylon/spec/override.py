@@ -1,0 +1,89 @@
+"""Dotted overrides with wildcards: ``decoder.blocks.*.attn.pattern.size=64`` on a spec tree."""
+
+import tomllib
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from phylon.spec.base import Spec
+from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.serial import from_data
+
+S = TypeVar("S", bound=Spec)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``"a.b=3"`` -> ``("a.b", 3)``. The value is read as TOML; what is not TOML is a string; ``none`` is ``None``."""
+    path, sign, value = text.partition("=")
+    if not sign or not path.strip():
+        raise UserError(f"'{text}' is not an assignment; write path=value, for example optim.lr=3e-4")
+    return path.strip(), parse_value(value.strip())
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value, ``None`` for ``none``, else the text itself."""
+    if text.lower() == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def override(spec: S, changes: Mapping[str, Any]) -> S:
+    """``spec`` with every path in ``changes`` set. ``*`` matches every element; at least one place must match."""
+    for path, value in changes.items():
+        spec = _set(spec, path.split("."), value, path)
+    return spec
+
+
+def _set(node: Any, parts: list[str], value: Any, path: str) -> Any:
+    head, rest = parts[0], parts[1:]
+    if isinstance(node, Spec):
+        return _set_field(node, head, rest, value, path)
+    if isinstance(node, tuple):
+        indices = range(len(node)) if head == "*" else [_index(head, len(node), path)]
+        items = list(node)
+        for i in indices:
+            items[i] = _set(items[i], rest, value, path) if rest else value
+        return tuple(items)
+    if isinstance(node, dict):
+        keys = list(node) if head == "*" else [head]
+        unknown = [key for key in keys if key not in node]
+        if unknown:
+            raise UserError(f"'{path}': no entry '{head}'{did_you_mean(head, node)}")
+        return node | {key: _set(node[key], rest, value, path) if rest else value for key in keys}
+    raise UserError(f"'{path}': nothing below '{head}' can be set ({type(node).__name__} has no fields)")
+
+
+def _set_field(node: Spec, head: str, rest: list[str], value: Any, path: str) -> Any:
+    aliases: Mapping[str, str] = node.aliases() if hasattr(node, "aliases") else {}
+    if head in aliases:
+        return _set(node, aliases[head].split(".") + rest, value, path)
+    if head not in node.__struct_fields__:
+        known = [*node.__struct_fields__, *aliases]
+        raise UserError(f"'{path}': unknown field '{head}' of {type(node).__name__}{did_you_mean(head, known)}")
+    if rest:
+        new = _set(getattr(node, head), rest, value, path)
+    else:
+        new = _convert(node, head, value, path)
+    try:
+        return node.replace(**{head: new})
+    except (ValueError, TypeError) as error:
+        raise UserError(f"'{path}': {error}") from None
+
+
+def _convert(node: Spec, name: str, value: Any, path: str) -> Any:
+    hint = typing.get_type_hints(type(node))[name]
+    try:
+        return from_data(hint, msgspec.to_builtins(value) if isinstance(value, Spec) else value)
+    except UserError as error:
+        raise UserError(f"'{path}': {error}") from None
+
+
+def _index(text: str, length: int, path: str) -> int:
+    if not text.lstrip("-").isdigit() or not -length <= int(text) < length:
+        raise UserError(f"'{path}': '{text}' is not an index from 0 to {length - 1}, nor '*'")
+    return int(text)
