@@ -1,0 +1,35 @@
+"""Phylon: one block, every Transformer. Public names load on first use, so that importing costs little."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phylon.families import preset
+    from phylon.model import Model, ModelSpec, build, record
+    from phylon.spec import UserError, override
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Model": "phylon.model",
+    "ModelSpec": "phylon.model",
+    "UserError": "phylon.spec.errors",
+    "build": "phylon.model",
+    "override": "phylon.spec",
+    "preset": "phylon.families",
+    "record": "phylon.model",
+}
+
+__all__ = ["Model", "ModelSpec", "UserError", "build", "override", "preset", "record"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'phylon' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

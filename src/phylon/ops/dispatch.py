@@ -75,5 +75,3 @@ class Dispatch(Generic[C]):
         if name not in self.backends:
             raise UserError(f"unknown {self.op} backend '{name}'{did_you_mean(name, self.backends)}")
         return self.backends[name]
-
-

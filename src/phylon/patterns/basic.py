@@ -89,7 +89,9 @@ class Document(Mechanism, Pattern, frozen=True, kw_only=True):
 register(Full, paper="arXiv:1706.03762 §3.2.3", cases=lambda: [Full()])
 register(Causal, paper="arXiv:1706.03762 §3.2.3", cases=lambda: [Causal()])
 register(Window, paper="arXiv:2310.06825 §2", cases=lambda: [Window(size=1), Window(size=4)])
-register(SymmetricWindow, paper="arXiv:2004.05150 §3.1", cases=lambda: [SymmetricWindow(radius=0), SymmetricWindow(radius=2)])
+register(
+    SymmetricWindow, paper="arXiv:2004.05150 §3.1", cases=lambda: [SymmetricWindow(radius=0), SymmetricWindow(radius=2)]
+)
 register(Document, paper="packing with segments; design", cases=lambda: [Document()])
 register(And, paper="composition", cases=lambda: [And(patterns=(Causal(), SymmetricWindow(radius=2)))])
 register(Or, paper="composition", cases=lambda: [Or(patterns=(Window(size=2), Causal()))])

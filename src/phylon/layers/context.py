@@ -1,0 +1,48 @@
+"""What a forward pass carries beside the residual stream."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from phylon.layers.state import Chunk, State
+from phylon.patterns import Records
+
+T = TypeVar("T")
+
+
+class Taps(Protocol):
+    """A recorder of intermediate tensors (``phylon.record``)."""
+
+    def wants(self, path: str) -> bool: ...
+
+    def __call__(self, path: str, value: Tensor) -> Tensor: ...
+
+
+@dataclass(kw_only=True)
+class Context:
+    """Typed forward context.
+
+    ``records``: positions (B or 1, T), segments and marks of this call's tokens. ``aligned``: all rows are one document
+    without padding that continues the state, so that kernels may align bottom-right and need no mask from records.
+    ``memory`` (B, S, D) is the encoder's output with its records. ``aux`` collects named auxiliary terms.
+    """
+
+    records: Records
+    aligned: bool
+    types: Tensor | None = None
+    state: State | None = None
+    chunk: Chunk | None = None
+    memory: Tensor | None = None
+    memory_records: Records | None = None
+    shared: Mapping[str, nn.Module] = field(default_factory=dict)
+    taps: Taps | None = None
+    aux: dict[str, Any] = field(default_factory=dict)
+    _memo: dict[Any, Any] = field(default_factory=dict)
+
+    def memo(self, key: Any, make: Callable[[], T]) -> T:
+        """Compute once per forward pass what several blocks share (rotary tables)."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]

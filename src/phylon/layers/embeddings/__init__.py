@@ -1,0 +1,1 @@
+"""Mechanisms of one kind, a file each: embeddings."""

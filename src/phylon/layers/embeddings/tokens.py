@@ -1,0 +1,71 @@
+"""Token embedding: ids to vectors, with scale, segment types, absolute positions, norm and dropout."""
+
+import torch
+from torch import Tensor
+
+from phylon.layers.context import Context
+from phylon.layers.ffn.mlp import dropped
+from phylon.layers.part import Embedding, Part
+from phylon.spec.base import Embed, Mechanism, Norm, Position
+from phylon.spec.errors import UserError
+from phylon.spec.registry import build, register
+
+
+class TokenEmbed(Mechanism, Embed, frozen=True, kw_only=True):
+    """``dropout(norm?(scale * tokens[id] + types[type]? + positions(pos)?))``.
+
+    *Attention Is All You Need* (arXiv:1706.03762), sections 3.4 (scale ``sqrt(D)``) and 3.5 (positions); segment types
+    and the norm: BERT (arXiv:1810.04805), figure 2. Ids (B, T) to (B, T, D).
+    """
+
+    vocab_size: int
+    scale: float | None = None
+    n_types: int | None = None
+    positions: Position | None = None
+    norm: Norm | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
+
+
+class TokenEmbedModule(Part):
+    def __init__(self, spec: TokenEmbed, d_model: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.tokens = Embedding(spec.vocab_size, d_model)
+        self.types = None if spec.n_types is None else Embedding(spec.n_types, d_model)
+        self.positions = None if spec.positions is None else build(spec.positions, d_model)
+        self.norm = None if spec.norm is None else build(spec.norm, d_model)
+
+    def forward(self, tokens: Tensor | None, embeds: Tensor | None, ctx: Context) -> Tensor:
+        """``tokens`` (B, T), or their vectors ``embeds`` (B, T, D) in place of the table's."""
+        if embeds is None:
+            assert tokens is not None
+            embeds = self.tokens(self._in_range(tokens))
+        x = embeds if self.spec.scale is None else embeds * self.spec.scale
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(ctx.records.positions) if ctx.types is None else ctx.types)
+        if self.positions is not None:
+            x = x + self.positions(ctx.records.positions).to(x.dtype)
+        x = x if self.norm is None else self.norm(x)
+        return dropped(x, self.spec.dropout, self.training)
+
+    def _in_range(self, tokens: Tensor) -> Tensor:
+        # On a GPU the look-up itself traps, and asking would cost a synchronisation.
+        if tokens.device.type == "cpu" and tokens.numel():
+            low, high = (int(t) for t in torch.aminmax(tokens))
+            if low < 0 or high >= self.spec.vocab_size:
+                wrong = low if low < 0 else high
+                raise UserError(f"token id {wrong} is out of range: the vocabulary has {self.spec.vocab_size} entries")
+        return tokens
+
+
+register(
+    TokenEmbed,
+    module=TokenEmbedModule,
+    paper="arXiv:1706.03762 §3.4",
+    cases=lambda: [TokenEmbed(vocab_size=11), TokenEmbed(vocab_size=11, scale=4.0)],
+    flops=lambda spec, width, n_keys: 0,
+)

@@ -1,0 +1,64 @@
+"""The language-model head."""
+
+import torch
+from torch import Tensor
+
+from phylon.layers.context import Context
+from phylon.layers.part import Linear, Part
+from phylon.ops.loss import Loss, linear_cross_entropy
+from phylon.spec.base import Head, Mechanism
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+
+class LMHead(Mechanism, Head, frozen=True, kw_only=True):
+    """Scores of the next token: ``softcap?(scale * hidden W^T + b?)``; tie ``proj.weight`` to share the embedding.
+
+    *Attention Is All You Need* (arXiv:1706.03762), section 3.4; softcap: Gemma 2 (arXiv:2408.00118), section 2.
+    hidden (B, T, D) to logits (B, T, V). Targets (B, T) are the ids to predict at each position, -100 ignored.
+    Cost of a token: ``2 D V``.
+    """
+
+    vocab_size: int
+    bias: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
+
+
+class LMHeadModule(Part):
+    token_wise = True
+
+    def __init__(self, spec: LMHead, d_model: int) -> None:
+        super().__init__()
+        self.spec = spec
+        self.proj = Linear(d_model, spec.vocab_size, bias=spec.bias, role="head")
+
+    def forward(self, hidden: Tensor, ctx: Context) -> Tensor:
+        hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
+        logits = self.proj(hidden)
+        if self.spec.softcap is not None:
+            logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
+        return logits
+
+    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+        """Summed cross-entropy and its count, without the (B, T, V) logits."""
+        if targets.shape != hidden.shape[:-1]:
+            raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
+        if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
+            raise UserError(f"target id {int(targets.max())} is out of range: the head has {self.spec.vocab_size}")
+        hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
+        weight, bias = self.proj.weight, self.proj.bias
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=self.spec.softcap)
+
+
+register(
+    LMHead,
+    module=LMHeadModule,
+    paper="arXiv:1706.03762 §3.4",
+    cases=lambda: [LMHead(vocab_size=11), LMHead(vocab_size=11, bias=True, softcap=3.0)],
+    flops=lambda spec, width, n_keys: 2 * width * spec.vocab_size,
+)

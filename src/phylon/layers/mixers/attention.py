@@ -1,0 +1,139 @@
+"""Multi-head attention with grouped keys and values: MHA, MQA and GQA in one."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from phylon.layers.context import Context
+from phylon.layers.part import Linear, Part
+from phylon.layers.positions.rotary import Rotary, Rotation, rotate
+from phylon.layers.state import FullKV, KVState, RollingKV, State
+from phylon.ops.attention import attention
+from phylon.patterns import Causal, Full, Pattern, Records, Window
+from phylon.spec.base import Mechanism, Mixer, Norm
+from phylon.spec.errors import UserError
+from phylon.spec.registry import build, register
+
+
+class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
+    """``o_proj(softmax(scale q k^T) v)``, every head over the keys its pattern allows.
+
+    *Attention Is All You Need* (arXiv:1706.03762), section 3.2.2; multi-query (K = 1): arXiv:1911.02150; grouped
+    (1 < K < H): arXiv:2305.13245; QK-norm over the head: arXiv:2302.05442. Residual x (B, T, D); q (B, T, H, E);
+    k, v (B, T, K, E). ``scale`` defaults to ``E ** -0.5``. ``qkv_bias`` and ``out_bias`` say whether those biases
+    exist. Cost of a token: ``2 D E (2 H + 2 K)`` for the maps and ``4 S H E`` for S keys.
+    """
+
+    label = "attn"
+
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    pattern: Pattern = Causal()
+    rotary: Rotation | None = None
+    qk_norm: Norm | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("n_heads", "n_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_heads % self.n_kv_heads:
+            raise UserError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
+        if isinstance(self.rotary, Rotary):
+            self.rotary.width(self.head_dim)
+
+    def streams(self) -> str | None:
+        if self.pattern.streams:
+            return None
+        return f"its pattern {type(self.pattern).__name__} lets tokens look ahead"
+
+
+class AttentionModule(Part):
+    def __init__(self, spec: Attention, d_model: int) -> None:
+        super().__init__()
+        self.spec = spec
+        heads, kv_heads, width = spec.n_heads, spec.n_kv_heads, spec.head_dim
+        self.q_proj = Linear(d_model, heads * width, bias=spec.qkv_bias)
+        self.k_proj = Linear(d_model, kv_heads * width, bias=spec.qkv_bias)
+        self.v_proj = Linear(d_model, kv_heads * width, bias=spec.qkv_bias)
+        self.o_proj = Linear(heads * width, d_model, bias=spec.out_bias, role="out")
+        self.q_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
+        self.k_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
+        self.scale = 1 / math.sqrt(width) if spec.scale is None else spec.scale
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        spec = self.spec
+        q = self.q_proj(x).unflatten(-1, (spec.n_heads, spec.head_dim))
+        k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(spec.rotary, Rotary):
+            tables = spec.rotary.in_context(ctx, spec.head_dim)
+            q, k = rotate(q, tables), rotate(k, tables)
+        q, k, v = self.tap(ctx, "q", q), self.tap(ctx, "k", k), self.tap(ctx, "v", v)
+        query: Records | None = None if ctx.aligned else ctx.records
+        key = query
+        if ctx.state is not None:
+            part = ctx.state.parts[self.path]
+            k, v, key = part.append(k, v, ctx.state)
+            query = None if key is None else ctx.records
+        dropout = spec.dropout if self.training else 0.0
+        z = attention(
+            q,
+            k,
+            v,
+            pattern=spec.pattern,
+            query=query,
+            key=key,
+            scale=self.scale,
+            softcap=spec.softcap,
+            dropout=dropout,
+            seed=int(torch.randint(2**31, ())) if dropout else 0,
+            tap=self._score_tap(ctx),
+        )
+        return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
+
+    def _score_tap(self, ctx: Context):
+        taps = ctx.taps
+        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
+            return None
+        return lambda name, value: self.tap(ctx, name, value)
+
+    def add_state(self, state: State, max_len: int | None) -> None:
+        """Give ``state`` this mixer's part: rolling where the pattern bounds how far a query reaches back."""
+        spec, like = self.spec, self.k_proj.weight
+        widths, reach = (spec.head_dim, spec.head_dim), spec.pattern.reach
+        part: KVState
+        if reach is None or (max_len is not None and max_len <= reach):
+            part, reach = FullKV(state.batch_size, spec.n_kv_heads, widths, max_len, like), None
+        else:
+            part = RollingKV(state.batch_size, spec.n_kv_heads, widths, reach, like)
+        state.add(self.path, part, reach)
+
+
+def _flops(spec: Attention, width: int, n_keys: int) -> int:
+    maps = 2 * width * spec.head_dim * (2 * spec.n_heads + 2 * spec.n_kv_heads)
+    return maps + 4 * n_keys * spec.n_heads * spec.head_dim
+
+
+def _cases() -> list[Attention]:
+    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+    return [
+        Attention(n_heads=4, n_kv_heads=4, head_dim=8, qkv_bias=True, out_bias=True),
+        Attention(n_heads=3, n_kv_heads=1, head_dim=10, rotary=Rotary()),
+        Attention(**heads, rotary=Rotary(dim=4), pattern=Window(size=4)),
+        Attention(**heads, rotary=Rotary(), softcap=5.0, scale=0.3),
+        Attention(**heads, pattern=Full()),
+    ]
+
+
+register(Attention, module=AttentionModule, paper="arXiv:1706.03762 §3.2.2", cases=_cases, flops=_flops)

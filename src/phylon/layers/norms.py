@@ -1,0 +1,86 @@
+"""LayerNorm and RMSNorm."""
+
+import torch
+from torch import Tensor, nn
+
+from phylon.layers.part import InitContext, Part
+from phylon.ops.norm import layer_norm, rms_norm
+from phylon.spec.base import Mechanism, Norm
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+
+class LayerNorm(Mechanism, Norm, frozen=True, kw_only=True):
+    """``(x - mean) / sqrt(var + eps) * weight + bias`` over the last dimension.
+
+    Ba, Kiros and Hinton (arXiv:1607.06450), section 3. ``x`` (..., D); ``weight``, ``bias`` (D,). ``bias`` says whether
+    the bias exists. Cost: O(D) a token.
+    """
+
+    eps: float = 1e-5
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+
+class RMSNorm(Mechanism, Norm, frozen=True, kw_only=True):
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+
+    Zhang and Sennrich (arXiv:1910.07467), equation 4. ``x`` (..., D); ``weight`` (D,). Cost: O(D) a token.
+    """
+
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        _check_eps(self.eps)
+
+
+def _check_eps(eps: float) -> None:
+    if not eps > 0:
+        raise UserError(f"eps must be above 0, got {eps}")
+
+
+class LayerNormModule(Part):
+    def __init__(self, spec: LayerNorm, width: int) -> None:
+        super().__init__()
+        self.eps = spec.eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width)) if spec.bias else None
+
+    def init_parameters(self, init: InitContext) -> None:
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNormModule(Part):
+    def __init__(self, spec: RMSNorm, width: int) -> None:
+        super().__init__()
+        self.eps = spec.eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def init_parameters(self, init: InitContext) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+register(
+    LayerNorm,
+    module=LayerNormModule,
+    paper="arXiv:1607.06450 §3",
+    cases=lambda: [LayerNorm(), LayerNorm(eps=1e-12, bias=False)],
+    flops=lambda spec, width, n_keys: 0,
+)
+register(
+    RMSNorm,
+    module=RMSNormModule,
+    paper="arXiv:1910.07467 eq. 4",
+    cases=lambda: [RMSNorm(), RMSNorm(eps=1e-5)],
+    flops=lambda spec, width, n_keys: 0,
+)

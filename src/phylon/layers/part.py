@@ -1,0 +1,70 @@
+"""Base of every module that owns parameters, and the linear map they are built from."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from phylon.layers.context import Context
+from phylon.spec.base import Init
+
+Role = Literal["in", "out", "embed", "head"]
+
+
+@dataclass(frozen=True)
+class InitContext:
+    """How to draw: the scheme, the generator (on the CPU, so that a seed means the same on every device), the depth.
+
+    ``n_branches`` is the number of residual branches of the stack the module sits in (1 outside of stacks).
+    """
+
+    scheme: Init
+    generator: torch.Generator
+    n_branches: int
+
+    def draw(self, weight: Tensor, role: Role) -> None:
+        """Fill ``weight`` in place according to its role."""
+        self.scheme.draw(weight, role, self.n_branches, self.generator)  # type: ignore[attr-defined]
+
+
+class Part(nn.Module):
+    """A module of the library. ``path`` is its canonical name in the model, set when the model is built."""
+
+    path: str = ""
+
+    def init_parameters(self, init: InitContext) -> None:
+        """Initialise the parameters this very module owns (not those of its children)."""
+
+    def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
+        """Show ``value`` to the recorder, if there is one, under ``<path>.<name>``."""
+        return value if ctx.taps is None else ctx.taps(f"{self.path}.{name}", value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
+
+
+class Linear(nn.Linear):
+    """``x W^T + b``, drawn by the model's scheme. ``role`` "out" marks the last map of a residual branch."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, role: Role = "in") -> None:
+        self.role = role
+        super().__init__(in_features, out_features, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Nothing: parameters are drawn by ``init_parameters`` or loaded."""
+
+    def init_parameters(self, init: InitContext) -> None:
+        init.draw(self.weight, self.role)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class Embedding(nn.Embedding):
+    """A table of vectors, drawn by the model's scheme."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: parameters are drawn by ``init_parameters`` or loaded."""
+
+    def init_parameters(self, init: InitContext) -> None:
+        init.draw(self.weight, "embed")

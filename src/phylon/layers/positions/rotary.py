@@ -1,0 +1,189 @@
+"""Rotary position embedding, and the ways its frequencies are stretched to longer texts."""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from phylon.layers.context import Context
+from phylon.spec.base import Mechanism, RopeScaling, Slot, Spec
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+
+class LinearScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """Position interpolation: every frequency divided by ``factor``. Chen et al. (arXiv:2306.15595), equation 4."""
+
+    factor: float
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        return inv_freq / self.factor, 1.0
+
+
+class NTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """NTK-aware: theta times ``factor ** (dim / (dim - 2))``. YaRN paper (arXiv:2309.00071), section 3.1."""
+
+    factor: float
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        dim = 2 * len(inv_freq)
+        return _frequencies(theta * self.factor ** (dim / (dim - 2)), dim), 1.0
+
+
+class DynamicNTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """Dynamic NTK, resolved: the theta for texts of ``seq_len`` tokens, whatever the text at hand.
+
+    YaRN paper (arXiv:2309.00071), section 3.3: theta times ``(factor s - (factor - 1)) ** (dim / (dim - 2))`` with
+    ``s = max(1, seq_len / original_max_seq_len)``. The published scheme recomputes it as a text grows, so that keys in
+    the state were rotated with other frequencies than the queries; a fixed number obeys the law.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    seq_len: int
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        dim = 2 * len(inv_freq)
+        stretch = max(1.0, self.seq_len / self.original_max_seq_len)
+        grown = self.factor * stretch - (self.factor - 1)
+        return _frequencies(theta * grown ** (dim / (dim - 2)), dim), 1.0
+
+
+class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """NTK by parts and an attention temperature. YaRN (arXiv:2309.00071), section 3.2 (ramp) and 3.4 (temperature).
+
+    A pair that turns more than ``beta_fast`` times over the original length keeps its frequency, one that turns less
+    than ``beta_slow`` times is divided by ``factor``, linear in between. Cosines and sines are multiplied by
+    ``attention_factor`` (``None``: ``0.1 ln(factor) + 1``). ``round_ramp`` is the convention of whether the ends of the
+    ramp are rounded outwards to whole pairs, as the released code does.
+    """
+
+    factor: float
+    original_max_seq_len: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    round_ramp: bool = True
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        dim = 2 * len(inv_freq)
+
+        def pair_turning(turns: float) -> float:
+            return dim * math.log(self.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+        low, high = pair_turning(self.beta_fast), pair_turning(self.beta_slow)
+        if self.round_ramp:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        pairs = torch.arange(len(inv_freq), dtype=torch.float64)
+        ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+        factor = self.attention_factor
+        if factor is None:
+            factor = 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return inv_freq / self.factor * ramp + inv_freq * (1 - ramp), factor
+
+
+class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """By wavelength: long ones divided by ``factor``, short ones kept, smooth between. Llama 3 (arXiv:2407.21783), released code."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_seq_len: int
+
+    def __post_init__(self) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise UserError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
+            )
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        turns = self.original_max_seq_len * inv_freq / (2 * math.pi)
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = smooth.clamp(0, 1)
+        return (1 - smooth) * inv_freq / self.factor + smooth * inv_freq, 1.0
+
+
+class Rotation(Slot):
+    """The slot of a mixer for a rotation of queries and keys."""
+
+
+class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
+    """Rotates pairs (i, i + dim/2) of queries and keys by ``position x theta^(-2i/dim)``: scores see distances only.
+
+    RoFormer (arXiv:2104.09864), section 3.2.2, in the half-split layout. ``dim`` is the number of leading features
+    that turn (``None``: all of the head). Angles are computed from the spec in fp64 and never cast with the model.
+    ``x`` (B, T, H, E). Cost: O(E) a token and head.
+    """
+
+    theta: float = 10_000.0
+    dim: int | None = None
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if not self.theta > 1:
+            raise UserError(f"theta must be above 1, got {self.theta}")
+        if self.dim is not None and (self.dim < 2 or self.dim % 2):
+            raise UserError(f"rotary dim must be even and at least 2, got {self.dim}")
+
+    def width(self, head_dim: int) -> int:
+        """How many features turn in a head of ``head_dim``."""
+        width = head_dim if self.dim is None else self.dim
+        if width > head_dim or width % 2:
+            raise UserError(f"rotary dim {width} does not fit a head of {head_dim}: it must be even and no larger")
+        return width
+
+    def tables(self, positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B or 1, T, 1, dim / 2) in fp32, at integer ``positions`` (B or 1, T)."""
+        inv_freq, factor = _scaled(self, self.width(head_dim))
+        device = positions.device
+        if device.type == "mps":
+            positions = positions.cpu()
+        angles = positions.double()[..., None, None] * inv_freq.to(positions.device)
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cos.to(torch.float32).to(device), sin.to(torch.float32).to(device)
+
+    def in_context(self, ctx: Context, head_dim: int) -> tuple[Tensor, Tensor]:
+        """The tables at this call's positions, computed once per forward pass."""
+        return ctx.memo((self, head_dim), lambda: self.tables(ctx.records.positions, head_dim))
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """``x`` (B, T, H, E) with its leading features turned; computed in at least fp32, returned in ``x``'s dtype."""
+    cos, sin = tables
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], dim=-1)
+
+
+def _frequencies(theta: float, dim: int) -> Tensor:
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+
+
+@lru_cache(maxsize=64)
+def _scaled(spec: Rotary, dim: int) -> tuple[Tensor, float]:
+    inv_freq = _frequencies(spec.theta, dim)
+    if spec.scaling is None:
+        return inv_freq, 1.0
+    return spec.scaling.scale(inv_freq, spec.theta)  # type: ignore[attr-defined]
+
+
+_SCALINGS: list[Spec] = [
+    LinearScaling(factor=2.0),
+    NTKScaling(factor=2.0),
+    DynamicNTKScaling(factor=2.0, original_max_seq_len=8, seq_len=32),
+    YarnScaling(factor=4.0, original_max_seq_len=8),
+    Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8),
+]
+register(LinearScaling, paper="arXiv:2306.15595 eq. 4", cases=lambda: [_SCALINGS[0]])  # type: ignore[list-item]
+register(NTKScaling, paper="arXiv:2309.00071 §3.1", cases=lambda: [_SCALINGS[1]])  # type: ignore[list-item]
+register(DynamicNTKScaling, paper="arXiv:2309.00071 §3.3", cases=lambda: [_SCALINGS[2]])  # type: ignore[list-item]
+register(YarnScaling, paper="arXiv:2309.00071 §3.2, 3.4", cases=lambda: [_SCALINGS[3]])  # type: ignore[list-item]
+register(Llama3Scaling, paper="arXiv:2407.21783", cases=lambda: [_SCALINGS[4]])  # type: ignore[list-item]
+register(
+    Rotary,
+    paper="arXiv:2104.09864 §3.2.2",
+    cases=lambda: [Rotary(), Rotary(dim=4), *(Rotary(scaling=s) for s in _SCALINGS)],  # type: ignore[arg-type]
+)

@@ -1,0 +1,93 @@
+"""From a spec to a model: on the meta device, then in memory, then drawn."""
+
+import torch
+from torch import nn
+
+from phylon.layers.part import InitContext
+from phylon.model.model import Model
+from phylon.model.spec import ModelSpec
+from phylon.spec.errors import UserError
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+def resolve_dtype(dtype: str | torch.dtype | None, default: torch.dtype = torch.float32) -> torch.dtype:
+    """A torch dtype from its name."""
+    if dtype is None:
+        return default
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise UserError(f"unknown dtype '{dtype}' (known: {', '.join(DTYPES)})")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is CUDA, then MPS, then the CPU."""
+    if isinstance(device, torch.device):
+        return device
+    if device != "auto":
+        try:
+            return torch.device(device)
+        except RuntimeError:
+            raise UserError(f"unknown device '{device}' (for example auto, cpu, cuda, cuda:1, mps)") from None
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def build_meta(spec: ModelSpec) -> Model:
+    """The model without memory: names, shapes and counts."""
+    with torch.device("meta"):
+        return Model(spec)
+
+
+def materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
+    """Give every meta parameter and buffer uninitialised memory once, ties kept."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if id(parameter) not in made:
+                memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+                made[id(parameter)] = nn.Parameter(memory, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+def init_model(model: Model, seed: int) -> None:
+    """Draw every parameter once, by the module that owns it, in the order of the module tree."""
+    generator = torch.Generator().manual_seed(seed)
+    spec, drawn = model.spec, set()
+    for path, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None]
+        if not own:
+            continue
+        # A tied parameter belongs to the module it is tied to, which comes first or draws the same memory again.
+        if all(id(p) in drawn for p in own):
+            continue
+        stack = spec.stacks.get(path.split(".")[0])
+        context = InitContext(spec.init, generator, 1 if stack is None else stack.n_branches)
+        module.init_parameters(context)  # type: ignore[operator]
+        drawn.update(id(p) for p in own)
+
+
+def build(
+    spec: ModelSpec, *, seed: int = 0, dtype: str | torch.dtype | None = None, device: str | torch.device = "auto"
+) -> Model:
+    """A new model, drawn from ``seed``: the same on every device. ``dtype`` of the parameters, fp32 by default."""
+    model = build_meta(spec)
+    target = resolve_device(device)
+    materialise(model, resolve_dtype(dtype), target)
+    if target.type != "meta":
+        with torch.no_grad():
+            init_model(model, seed)
+    return model

@@ -1,0 +1,222 @@
+"""The model: stacks, heads, ties, and the one forward pass everything goes through."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from phylon.layers.context import Context, Taps
+from phylon.layers.part import Part
+from phylon.layers.state import Chunk, State, positions_from_segments
+from phylon.model.block import StackModule
+from phylon.model.spec import GenerationDefaults, ModelSpec
+from phylon.ops.loss import Loss
+from phylon.patterns import Records
+from phylon.spec.base import Mixer
+from phylon.spec.errors import UserError
+from phylon.spec.registry import build
+
+
+@dataclass(kw_only=True)
+class Output:
+    """``logits`` of the main head, ``heads`` by name, ``hidden`` (B, T, D), ``losses`` by head, ``aux`` terms by name."""
+
+    hidden: Tensor
+    logits: Tensor | None = None
+    heads: dict[str, Tensor] = field(default_factory=dict)
+    losses: dict[str, Loss] = field(default_factory=dict)
+    aux: dict[str, Any] = field(default_factory=dict)
+
+
+class Model(Part):
+    """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
+
+    ``tokenizer`` and ``generation`` come with a checkpoint. Build with ``phylon.build``, load with ``phylon.load``.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.encoder = None if spec.encoder is None else StackModule(spec.encoder)
+        self.decoder = None if spec.decoder is None else StackModule(spec.decoder)
+        width = spec.last_stack.d_model
+        self.heads = nn.ModuleDict({name: build(head, width) for name, head in spec.heads.items()})  # type: ignore[arg-type]
+        self.tokenizer: Any = None
+        self.generation = GenerationDefaults()
+        self.stored_dtype: str | None = None
+        self.taps: Taps | None = None
+        for name, module in self.named_modules():
+            if isinstance(module, Part):
+                module.path = name
+        self.apply_ties()
+
+    def apply_ties(self) -> None:
+        """Make every tied name the very parameter it is tied to."""
+        for tie in self.spec.ties:
+            source, target = self._owner(tie.source), self._owner(tie.name)
+            theirs, mine = source[0]._parameters[source[1]], target[0]._parameters[target[1]]
+            if theirs is None or mine is None or theirs.shape != mine.shape:
+                raise UserError(f"cannot tie {tie.name} to {tie.source}: the shapes differ")
+            target[0]._parameters[target[1]] = theirs
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        path, _, leaf = name.rpartition(".")
+        try:
+            module = self.get_submodule(path)
+        except AttributeError:
+            module = None
+        if module is None or leaf not in module._parameters:
+            raise UserError(f"a tie names '{name}', which is no parameter of this model")
+        return module, leaf
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def new_state(self, batch_size: int, max_len: int | None = None) -> State:
+        """An empty state for ``batch_size`` rows; ``max_len`` allocates once, otherwise buffers grow as needed."""
+        if batch_size < 1 or (max_len is not None and max_len < 1):
+            raise UserError(f"a state needs at least one row and one token, got {batch_size} and {max_len}")
+        stack = self.decoder
+        if stack is None:
+            raise UserError("an encoder reads the whole text at once and has no state; call the model without one")
+        for i, block in enumerate(stack.spec.blocks):
+            for name in block.ops():
+                op = block.op(name)
+                reason = op.streams() if isinstance(op, Mixer) else None
+                if reason:
+                    raise UserError(f"decoder.blocks.{i}.{name} cannot continue from a state: {reason}")
+        state = State(batch_size, max_len, self.device)
+        for module in stack.modules():
+            if hasattr(module, "add_state"):
+                module.add_state(state, max_len)  # type: ignore[operator]
+        return state
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        *,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+        types: Tensor | None = None,
+        marks: Tensor | None = None,
+        source: Tensor | None = None,
+        source_segments: Tensor | None = None,
+        images: Tensor | None = None,
+        embeds: Tensor | None = None,
+        state: State | None = None,
+        targets: Tensor | dict[str, Tensor] | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> Output:
+        """One pass over ``tokens`` (B, T) int64, or their ``embeds`` (B, T, D).
+
+        ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
+        row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
+        With a ``state`` the tokens are appended to it. ``targets`` (B, T), or a dict by head, adds ``losses``.
+        ``logits`` computes all scores, those of each row's last real token (B, 1, V), or none.
+        """
+        if logits not in ("all", "last", "none"):
+            raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
+        shape = self._shape(tokens, embeds)
+        for name, given in (("segments", segments), ("positions", positions), ("types", types), ("marks", marks)):
+            if given is not None and given.shape != shape:
+                raise UserError(f"{name} are {tuple(given.shape)}, tokens {tuple(shape)}; they must agree")
+        ctx = self._context(shape, segments, positions, types, marks, state)
+        stack = self.decoder or self.encoder
+        assert stack is not None
+        if state is not None:
+            assert ctx.chunk is not None
+            state.begin(ctx.chunk)
+        hidden = stack(tokens, embeds, ctx)
+        if state is not None:
+            assert ctx.chunk is not None
+            state.commit(ctx.chunk)
+        out = Output(hidden=hidden, aux=ctx.aux)
+        self._run_heads(out, ctx, targets, logits)
+        return out
+
+    def _shape(self, tokens: Tensor | None, embeds: Tensor | None) -> torch.Size:
+        if (tokens is None) == (embeds is None):
+            raise UserError("give either tokens or embeds")
+        if tokens is not None:
+            if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
+                raise UserError(f"tokens must be (B, T) int64, got {tuple(tokens.shape)} {tokens.dtype}")
+            shape = tokens.shape
+        else:
+            assert embeds is not None
+            if embeds.ndim != 3:
+                raise UserError(f"embeds must be (B, T, D), got {tuple(embeds.shape)}")
+            shape = embeds.shape[:2]
+        if 0 in shape:
+            raise UserError(f"the input is empty: {tuple(shape)}; give at least one row and one token")
+        return shape
+
+    def _context(
+        self,
+        shape: torch.Size,
+        segments: Tensor | None,
+        positions: Tensor | None,
+        types: Tensor | None,
+        marks: Tensor | None,
+        state: State | None,
+    ) -> Context:
+        batch, length = shape
+        if segments is not None and _is_one_document(segments, state):
+            segments = None
+        chunk: Chunk | None = None
+        if state is not None:
+            if state.batch_size != batch:
+                raise UserError(f"the state has {state.batch_size} rows, the input {batch}")
+            chunk = state.chunk(length, segments, positions)
+            segments, positions = chunk.segments, chunk.positions
+            aligned = state.aligned and chunk.uniform and segments is None
+        else:
+            aligned = segments is None and positions is None and marks is None
+            if positions is None:
+                positions = (
+                    torch.arange(length, device=self.device)[None]
+                    if segments is None
+                    else positions_from_segments(segments)
+                )
+        records = Records(positions, segments, marks)
+        return Context(records=records, aligned=aligned, types=types, state=state, chunk=chunk, taps=self.taps)
+
+    def _run_heads(self, out: Output, ctx: Context, targets: Tensor | dict[str, Tensor] | None, logits: str) -> None:
+        given = targets if isinstance(targets, dict) else {} if targets is None else {next(iter(self.heads)): targets}
+        for name in given:
+            if name not in self.heads:
+                raise UserError(f"targets name the head '{name}'; this model has {', '.join(self.heads) or 'none'}")
+        for name, head in self.heads.items():
+            if name in given:
+                out.losses[name] = head.loss(out.hidden, given[name], ctx)  # type: ignore[operator]
+            if logits == "none":
+                continue
+            hidden = _last_real(out.hidden, ctx) if logits == "last" and head.token_wise else out.hidden
+            out.heads[name] = self.tap(ctx, f"heads.{name}.logits", head(hidden, ctx))
+        out.logits = next(iter(out.heads.values()), None)
+
+    def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
+        """The model itself is the root: its points have no prefix."""
+        return value if ctx.taps is None else ctx.taps(name, value)
+
+
+def _is_one_document(segments: Tensor, state: State | None) -> bool:
+    """Whether segments say nothing beyond their default; asked on the CPU only, where asking is free."""
+    if segments.device.type != "cpu" or not bool((segments == 1).all()):
+        return False
+    return state is None or (state.aligned and all(s in (0, 1) for s in state.last_segment))
+
+
+def _last_real(hidden: Tensor, ctx: Context) -> Tensor:
+    """(B, 1, D): the hidden state of each row's last real token."""
+    segments = ctx.records.segments
+    if segments is None:
+        return hidden[:, -1:]
+    index = torch.arange(hidden.shape[1], device=hidden.device)
+    last = torch.where(segments != 0, index, -1).amax(1).clamp(min=0).expand(len(hidden))
+    return hidden[torch.arange(len(hidden), device=hidden.device), last][:, None]
