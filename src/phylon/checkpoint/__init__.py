@@ -2,7 +2,7 @@
 
 from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
-from phylon.checkpoint.mapping import LoadPlan, Mapping_, identity
+from phylon.checkpoint.mapping import LoadPlan, Layout, identity
 from phylon.checkpoint.rules import (
     Concat,
     Constant,
@@ -27,7 +27,7 @@ __all__ = [
     "Drop",
     "Fused",
     "LoadPlan",
-    "Mapping_",
+    "Layout",
     "MemorySource",
     "PermuteRotary",
     "Rename",
