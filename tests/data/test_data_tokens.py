@@ -1,5 +1,6 @@
 import gzip
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -117,6 +118,16 @@ def test_a_damaged_store_is_built_again(tmp_path, name, contents):
     assert store.tokens.tolist() == [0, 1, 2, 26, 3, 4, 26, 5, 26]
     assert folders(tmp_path) == [folder.name]
     assert folders(folder) == ["boundaries.npy", "manifest.json", "tokens.bin"]
+
+
+def test_a_store_under_another_ones_name_is_not_believed(tmp_path):
+    tokenise(TINY, Characters(), tmp_path)
+    (name,) = folders(tmp_path)
+    tokenise(TINY, Characters("fedcba"), tmp_path)
+    (other,) = set(folders(tmp_path)) - {name}
+    shutil.rmtree(tmp_path / name)
+    (tmp_path / other).rename(tmp_path / name)
+    assert tokenise(TINY, Characters(), tmp_path).tokens[0] == 0
 
 
 class FailsAtTheSecond:
