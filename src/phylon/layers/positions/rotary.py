@@ -105,6 +105,17 @@ class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
         return (1 - smooth) * inv_freq / self.factor + smooth * inv_freq, 1.0
 
 
+class FrequencyFactors(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """Each frequency divided by a number of its own, as GGUF files store it. LongRoPE (arXiv:2402.13753), section 3.2."""
+
+    factors: tuple[float, ...]
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        if len(self.factors) != len(inv_freq):
+            raise UserError(f"{len(self.factors)} frequency factors do not fit {len(inv_freq)} rotary pairs")
+        return inv_freq / torch.tensor(self.factors, dtype=torch.float64), 1.0
+
+
 class Rotation(Slot):
     """The slot of a mixer for a rotation of queries and keys."""
 
@@ -136,13 +147,17 @@ class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
 
     def tables(self, positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B or 1, T, 1, dim / 2) in fp32, at integer ``positions`` (B or 1, T)."""
-        inv_freq, factor = _scaled(self, self.width(head_dim))
+        inv_freq, factor = self.frequencies(head_dim)
         device = positions.device
         if device.type == "mps":
             positions = positions.cpu()
         angles = positions.double()[..., None, None] * inv_freq.to(positions.device)
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cos.to(torch.float32).to(device), sin.to(torch.float32).to(device)
+
+    def frequencies(self, head_dim: int) -> tuple[Tensor, float]:
+        """Inverse frequencies (dim / 2,) in fp64, and the factor on cosines and sines."""
+        return _scaled(self, self.width(head_dim))
 
     def in_context(self, ctx: Context, head_dim: int) -> tuple[Tensor, Tensor]:
         """The tables at this call's positions, computed once per forward pass."""
@@ -177,6 +192,11 @@ _SCALINGS: list[Spec] = [
     YarnScaling(factor=4.0, original_max_seq_len=8),
     Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8),
 ]
+register(
+    FrequencyFactors,
+    paper="arXiv:2402.13753 §3.2",
+    cases=lambda: [FrequencyFactors(factors=(1.0, 2.0, 4.0, 8.0))],
+)
 register(LinearScaling, paper="arXiv:2306.15595 eq. 4", cases=lambda: [_SCALINGS[0]])  # type: ignore[list-item]
 register(NTKScaling, paper="arXiv:2309.00071 §3.1", cases=lambda: [_SCALINGS[1]])  # type: ignore[list-item]
 register(DynamicNTKScaling, paper="arXiv:2309.00071 §3.3", cases=lambda: [_SCALINGS[2]])  # type: ignore[list-item]
