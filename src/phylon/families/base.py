@@ -51,12 +51,16 @@ class Config:
             raise UserError(f"{self.where}: '{key}' must be {wanted}, got {value!r}")
         return value
 
-    def size(self, key: str, default: Any = _MISSING) -> int:
-        """A whole number from 1 to 2^31."""
+    def size(self, key: str, default: Any = _MISSING, most: int = 2**28) -> int:
+        """A whole number from 1 to ``most``, so that a hostile file cannot ask for the impossible."""
         value = self.take(key, default, int)
-        if value is not None and not 1 <= value <= 2**31:
-            raise UserError(f"{self.where}: '{key}' is {value}; it must be at least 1 and below 2^31")
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"{self.where}: '{key}' is {value}; it must be from 1 to {most}")
         return value
+
+    def depth(self, key: str) -> int:
+        """A number of blocks or layers."""
+        return self.size(key, most=4096)
 
     def number(self, key: str, default: Any = _MISSING) -> float:
         """A number."""

@@ -77,7 +77,7 @@ def gpt2_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    d_model, n_heads, n_layers = config.size("n_embd"), config.size("n_head"), config.size("n_layer")
+    d_model, n_heads, n_layers = config.size("n_embd"), config.size("n_head"), config.depth("n_layer")
     scaled = config.take("scale_attn_weights", True, bool)
     by_depth = config.take("scale_attn_by_inverse_layer_idx", False, bool)
     config.expect("add_cross_attention", False, why="GPT-2 is a decoder without an encoder here")

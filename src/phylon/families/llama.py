@@ -43,7 +43,7 @@ def read_shared(config: Config) -> dict[str, Any]:
     max_seq_len = config.size("max_position_embeddings", 2048)
     return {
         "d_model": d_model,
-        "n_layers": config.size("num_hidden_layers"),
+        "n_layers": config.depth("num_hidden_layers"),
         "n_heads": n_heads,
         "n_kv_heads": config.size("num_key_value_heads", n_heads),
         "head_dim": head_dim,
@@ -138,7 +138,7 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
     vocab_size = metadata.size(prefix + "vocab_size", embedding.shape[0])
     spec = llama_spec(
         d_model=d_model,
-        n_layers=metadata.size(prefix + "block_count"),
+        n_layers=metadata.depth(prefix + "block_count"),
         n_heads=n_heads,
         n_kv_heads=metadata.size(prefix + "attention.head_count_kv", n_heads),
         head_dim=head_dim,
