@@ -246,13 +246,17 @@ def merges_of(model: SpmModel) -> list[tuple[str, str]]:
                 equals[score].append((left, right))
     merges: list[tuple[str, str]] = []
     for score in sorted(equals, reverse=True):
-        pairs = sorted(equals[score], key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+        pairs = sorted(equals[score], key=lambda p: (-len(p[0] + p[1]), -len(p[0]), ids[p[0]], ids[p[1]]))
         merges += _left_first(pairs) if len(pairs) > 1 else pairs
     return merges
 
 
 def _left_first(pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Orders pairs so that (x, y) comes before (y, z); pairs that forbid that in a circle keep their order."""
+    """Orders pairs so that (x, y) comes before (y, z); pairs that forbid that in a circle keep their order.
+
+    That order is longest first: in a run of one character (Mistral's spaces, all of one score) the leftmost piece then
+    grows as long as it can before the next one begins, as in SentencePiece.
+    """
     starting: dict[str, list[int]] = defaultdict(list)
     for i, (left, _) in enumerate(pairs):
         starting[left].append(i)

@@ -86,9 +86,8 @@ class Tokenizer:
         """``encode`` over many texts, in parallel."""
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        except TypeError:
-            raise
         except Exception:
+            # One by one, to say which text and why.
             return [self.encode(text, special=special) for text in texts]
         return [encoding.ids for encoding in encodings]
 
@@ -108,14 +107,14 @@ class Tokenizer:
     def _encode(self, text: str, special: bool, pair: str | None = None) -> tokenizers.Encoding:
         try:
             return self.backend.encode(text, pair, add_special_tokens=special)
-        except TypeError:
-            raise
         except Exception as error:
+            assert isinstance(text, str), "encode takes one str; encode_batch takes several"
             raise UserError(f"cannot encode the text: {self._encode_failure(text + (pair or ''), error)}") from None
 
     def _encode_failure(self, text: str, error: Exception) -> str:
-        if isinstance(error, UnicodeEncodeError):
-            return f"half a surrogate pair at character {error.start}; decode the source as UTF-8 first"
+        lone = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if lone is not None:
+            return f"half a surrogate pair at character {lone}; decode the source as UTF-8 first"
         vocab = self.backend.get_vocab()
         unknown = next((char for char in text if char not in vocab), None)
         if type(self.backend.model).__name__ == "WordLevel" and unknown is not None:

@@ -131,7 +131,8 @@ class _Merger:
     def _count(self, word: int, sign: int) -> None:
         symbols, amount = self.words[word], sign * self.counts[word]
         for symbol in symbols:
-            self.symbol_freq[self._symbol(symbol)] += amount
+            row = self._symbol(symbol)  # before the array is looked at: it may grow
+            self.symbol_freq[row] += amount
         for i in range(len(symbols) - 1):
             pair = self._pair(symbols[i], symbols[i + 1])
             self.freq[pair] += amount
