@@ -182,7 +182,7 @@ def test_damaged_shards_and_indexes(sharded):
     with pytest.raises(UserError, match=f"omits 1 of the 2 tensors in {second}, the first 'x3'"):
         open_safetensors(sharded)
     _edit(sharded, lambda where: where.update(x3=first))
-    with pytest.raises(UserError, match="omits|does not hold"):
+    with pytest.raises(UserError, match=r"omits|does not hold"):
         open_safetensors(sharded)
     _edit(sharded, lambda where: where.update(x3=second, x9=second))
     with pytest.raises(UserError, match="puts 'x9' in"):
@@ -212,10 +212,10 @@ def test_pickles_are_refused_unopened(tmp_path, name):
     trace = tmp_path / "ran"
     (tmp_path / name).write_bytes(pickle.dumps(Bomb(trace)))
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UserError, match="is a pickle.*convert it to safetensors"):
+        with pytest.raises(UserError, match=r"is a pickle.*convert it to safetensors"):
             open_safetensors(path)
     shutil.copy(tmp_path / name, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match="not a safetensors file|truncated"):
+    with pytest.raises(UserError, match=r"not a safetensors file|truncated"):
         open_safetensors(tmp_path)
     assert not trace.exists()
 
@@ -247,7 +247,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, limit):
 
 
 def test_what_cannot_be_written(tmp_path):
-    with pytest.raises(UserError, match="cannot hold torch.complex64"):
+    with pytest.raises(UserError, match=r"cannot hold torch.complex64"):
         write_safetensors(tmp_path / "a.safetensors", {"x": torch.ones(2, dtype=torch.complex64)})
     with pytest.raises(UserError, match="cannot be written: No such file or directory"):
         write_safetensors(tmp_path / "no" / "a.safetensors", {"x": torch.ones(2)})
