@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 import phylon.layers  # noqa: F401 - registers the mechanisms
 from phylon.families.base import Family, families, family, gguf_format, hf_format, preset, presets
+from phylon.model import Model
+from phylon.model import build as model_build
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.override import override
@@ -39,6 +43,18 @@ def build_spec(table: Mapping[str, Any]) -> ModelSpec:
     return override(spec, changes)
 
 
+def build(
+    spec_or_preset: ModelSpec | str,
+    *,
+    seed: int = 0,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device = "auto",
+) -> Model:
+    """A new model from a spec or a preset's name, drawn from ``seed``: the same on every device, fp32 by default."""
+    spec = preset(spec_or_preset) if isinstance(spec_or_preset, str) else spec_or_preset
+    return model_build(spec, seed=seed, dtype=dtype, device=device)
+
+
 def _from_builder(chosen: Family, arguments: dict[str, Any]) -> ModelSpec:
     function = chosen.builder.func if isinstance(chosen.builder, partial) else chosen.builder
     hints = inspect.get_annotations(function, eval_str=True)
@@ -54,4 +70,4 @@ def _from_builder(chosen: Family, arguments: dict[str, Any]) -> ModelSpec:
     return chosen.builder(**values)
 
 
-__all__ = ["Family", "build_spec", "families", "family", "gguf_format", "hf_format", "preset", "presets"]
+__all__ = ["Family", "build", "build_spec", "families", "family", "gguf_format", "hf_format", "preset", "presets"]
