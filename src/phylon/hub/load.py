@@ -156,10 +156,18 @@ def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
 def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
     """A configuration that names code to fetch or a foreign quantisation is refused."""
     if data.get("auto_map"):
-        raise UserError(f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first")
+        raise UserError(
+            f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first"
+        )
     if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "unknown") if isinstance(data["quantization_config"], dict) else "unknown"
-        raise UserError(f"{path / 'config.json'}: weights quantised by '{method}' are not read; use GGUF or full weights")
+        method = (
+            data["quantization_config"].get("quant_method", "unknown")
+            if isinstance(data["quantization_config"], dict)
+            else "unknown"
+        )
+        raise UserError(
+            f"{path / 'config.json'}: weights quantised by '{method}' are not read; use GGUF or full weights"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:
