@@ -95,5 +95,9 @@ class Init(Slot):
         raise NotImplementedError
 
 
+class ScoreBias(Slot):
+    """A bias on attention scores, by where query and key stand."""
+
+
 class Shared(Slot):
     """A module owned by the stack and used by several of its blocks."""
