@@ -87,6 +87,10 @@ class Head(Slot):
     """Turns final hidden states into predictions, and into a loss when targets are given."""
 
 
+class Pool(Slot):
+    """Turns the hidden states of a document into one vector."""
+
+
 class Init(Slot):
     """How the weights of a new model are drawn."""
 
