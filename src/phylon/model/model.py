@@ -117,10 +117,10 @@ class Model(Part):
 
         ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
-        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was.
-        An encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
-        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of each row's last
-        real token (B, 1, V), or none.
+        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
+        encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
+        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of
+        each row's last real token (B, 1, V), or none.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")

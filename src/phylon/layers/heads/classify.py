@@ -18,7 +18,7 @@ from phylon.spec.registry import build, register
 class Classify(Mechanism, Head, frozen=True, kw_only=True):
     """``proj(act?(dense?(pool(hidden))))``: scores of ``n_classes`` for every document, or without a pool every token.
 
-    BERT (arXiv:1810.04805), sections 3.1 (next sentence) and 4; ViT (arXiv:2010.11929), section 3.1. ``activation`` names
+    BERT (arXiv:1810.04805), sections 3.1 (next sentence) and 4; ViT (arXiv:2010.11929), section 3.1. ``activation`` is
     that of a dense map (D, D) before the output, which is there if it is given. hidden (B, T, D) to (documents, C), or
     (B, T, C). Targets are class numbers of the same shape, -100 ignored. Cost: ``2 D (D + C)`` a document.
     """

@@ -15,7 +15,7 @@ class First(Mechanism, Pool, frozen=True, kw_only=True):
 
 
 class Last(Mechanism, Pool, frozen=True, kw_only=True):
-    """The last real token's vector, found by position, never by a token's id. GPT (Radford et al. 2018), section 3.3."""
+    """The last real token's vector, found by position, never by an id. GPT (Radford et al. 2018), section 3.3."""
 
 
 class Mean(Mechanism, Pool, frozen=True, kw_only=True):

@@ -38,8 +38,8 @@ class SharedRef(Mechanism, ScoreBias, frozen=True, kw_only=True):
 class T5Bias(Mechanism, Shared, frozen=True, kw_only=True):
     """A learned bias per head and bucket of relative position, shared by all blocks of a stack.
 
-    T5 (arXiv:1910.10683), section 2.1. Parameter ``weight`` (n_buckets, H). ``direction`` "both" tells earlier keys from
-    later ones (encoder), "past" looks back only (decoder). Cost: O(1) a score.
+    T5 (arXiv:1910.10683), section 2.1. Parameter ``weight`` (n_buckets, H). ``direction`` "both" tells earlier keys
+    from later ones (encoder), "past" looks back only (decoder). Cost: O(1) a score.
     """
 
     n_heads: int
