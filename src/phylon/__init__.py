@@ -4,8 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phylon.families import preset
-    from phylon.model import Model, ModelSpec, build, record
+    from phylon.families import build, preset
+    from phylon.hub import load, save
+    from phylon.model import Model, ModelSpec, record
     from phylon.spec import UserError, override
 
 __version__ = "0.1.0"
@@ -14,13 +15,15 @@ _PUBLIC = {
     "Model": "phylon.model",
     "ModelSpec": "phylon.model",
     "UserError": "phylon.spec.errors",
-    "build": "phylon.model",
+    "build": "phylon.families",
+    "load": "phylon.hub",
     "override": "phylon.spec",
     "preset": "phylon.families",
     "record": "phylon.model",
+    "save": "phylon.hub",
 }
 
-__all__ = ["Model", "ModelSpec", "UserError", "build", "override", "preset", "record"]
+__all__ = ["Model", "ModelSpec", "UserError", "build", "load", "override", "preset", "record", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,18 +1,20 @@
 """Multi-head attention with grouped keys and values: MHA, MQA and GQA in one."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from phylon.layers.context import Context
+from phylon.layers.norms import RMSNorm
 from phylon.layers.part import Linear, Part
-from phylon.layers.positions.rotary import Rotary, Rotation, rotate
+from phylon.layers.positions.rotary import Rotary, Rotation
 from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Full, Pattern, Records, Window
 from phylon.spec.base import Mechanism, Mixer, Norm
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -45,10 +47,11 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if isinstance(self.rotary, Rotary):
-            self.rotary.width(self.head_dim)
+        check_rate("dropout", self.dropout)
+        if self.rotary is not None:
+            self.rotary.check(self.head_dim)
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"softcap must be above 0, got {self.softcap}")
 
     def streams(self) -> str | None:
         if self.pattern.streams:
@@ -75,10 +78,10 @@ class AttentionModule(Part):
         k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if isinstance(spec.rotary, Rotary):
-            tables = spec.rotary.in_context(ctx, spec.head_dim)
-            q, k = rotate(q, tables), rotate(k, tables)
+            # Under autocast a norm answers in fp32.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if spec.rotary is not None:
+            q, k = spec.rotary.turn(q, ctx), spec.rotary.turn(k, ctx)
         q, k, v = self.tap(ctx, "q", q), self.tap(ctx, "k", k), self.tap(ctx, "v", v)
         query: Records | None = None if ctx.aligned else ctx.records
         key = query
@@ -102,7 +105,7 @@ class AttentionModule(Part):
         )
         return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
 
-    def _score_tap(self, ctx: Context):
+    def _score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
         taps = ctx.taps
         if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
             return None
@@ -126,13 +129,14 @@ def _flops(spec: Attention, width: int, n_keys: int) -> int:
 
 
 def _cases() -> list[Attention]:
-    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+    grouped = Attention(n_heads=4, n_kv_heads=2, head_dim=8, rotary=Rotary())
     return [
         Attention(n_heads=4, n_kv_heads=4, head_dim=8, qkv_bias=True, out_bias=True),
         Attention(n_heads=3, n_kv_heads=1, head_dim=10, rotary=Rotary()),
-        Attention(**heads, rotary=Rotary(dim=4), pattern=Window(size=4)),
-        Attention(**heads, rotary=Rotary(), softcap=5.0, scale=0.3),
-        Attention(**heads, pattern=Full()),
+        grouped.replace(rotary=Rotary(dim=4), pattern=Window(size=4)),
+        grouped.replace(softcap=5.0, scale=0.3),
+        grouped.replace(qk_norm=RMSNorm()),
+        grouped.replace(rotary=None, pattern=Full()),
     ]
 
 

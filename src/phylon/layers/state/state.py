@@ -19,8 +19,9 @@ class State:
     """What the model keeps between calls; inference only.
 
     ``lengths`` real tokens per row; padding is never appended. ``aligned``: every row is one document of the same
-    length without gaps; ``chunk_aligned`` the same with the chunk under way. A forward pass calls ``begin``, the mixers append to their part, and ``commit`` makes the new
-    lengths valid; a pass that fails in between leaves the state as it was.
+    length without gaps; ``chunk_aligned`` the same with the chunk under way. A forward pass calls ``begin``, the mixers
+    append to their part, and ``commit`` makes the new lengths valid; a pass that fails calls ``rollback``, which leaves
+    the state as it was.
     """
 
     def __init__(self, batch_size: int, max_len: int | None, device: torch.device) -> None:
@@ -115,6 +116,12 @@ class State:
                     self.last_segment[row], self.next_position[row] = segment, position + 1
                     break
 
+    def rollback(self) -> None:
+        """Undo ``begin`` and what the parts appended: the forward pass failed."""
+        for undone in (*self.parts.values(), *self._indices.values()):
+            undone.rollback()
+        self.chunk_aligned, self._memo = self.aligned, {}
+
     def rows(self, rows: Sequence[int] | Tensor) -> "State":
         """A new state of the given rows, in that order; a row may repeat."""
         index = torch.as_tensor(rows, device=self.device)
@@ -142,6 +149,10 @@ class State:
     def insert(self, rows: Sequence[int] | Tensor, other: "State") -> None:
         """Overwrite ``rows`` with the rows of ``other`` (serving: a new request takes a free row)."""
         index = torch.as_tensor(rows, device=self.device)
+        if len(index) != other.batch_size:
+            raise UserError(f"{len(index)} rows to overwrite, but the other state has {other.batch_size}")
+        if self.parts.keys() != other.parts.keys() or self._indices.keys() != other._indices.keys():
+            raise UserError("the two states keep different things; make both from one model with the same max_len")
         for path, part in self.parts.items():
             part.insert(index, other.parts[path])
         for window, mine in self._indices.items():
@@ -159,8 +170,10 @@ class State:
         self.aligned = self.aligned and other.aligned and len(set(self.lengths)) == 1
 
     def crop(self, lengths: int | Sequence[int]) -> None:
-        """Forget what came after the first ``lengths`` tokens; a ``UserError`` with the reason where that is impossible."""
+        """Forget what came after the first ``lengths`` tokens; ``UserError`` with the reason where that cannot be."""
         wanted = [lengths] * self.batch_size if isinstance(lengths, int) else list(lengths)
+        if len(wanted) != self.batch_size:
+            raise UserError(f"{len(wanted)} lengths to crop to, but the state has {self.batch_size} rows")
         wanted = [min(n, m) for n, m in zip(wanted, self.lengths, strict=True)]
         if min(wanted, default=0) < 0:
             raise UserError(f"cannot crop a state to {min(wanted)} tokens")
@@ -171,10 +184,12 @@ class State:
             if reason:
                 raise UserError(f"cannot crop the state of {path}: {reason}")
         for row, length in enumerate(wanted):
-            some = next(iter(self._indices.values()))
-            last = length - 1
-            self.last_segment[row] = int(some.segments[row, last]) if length else 0
-            self.next_position[row] = int(some.positions[row, last]) + 1 if length else 0
+            if length == self.lengths[row]:
+                continue
+            some = next(iter(self._indices.values()), None)
+            assert some is not None or length == 0, "a part without a key index must refuse in can_crop"
+            self.last_segment[row] = int(some.segments[row, length - 1]) if some and length else 0
+            self.next_position[row] = int(some.positions[row, length - 1]) + 1 if some and length else 0
         for index in self._indices.values():
             index.crop(wanted)
         self.lengths = wanted
