@@ -50,7 +50,7 @@ class Sampling(Spec, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The rows' settings as columns (B, 1), ``None`` where no row asks for the step; ``most_k`` is the largest top-k."""
+    """The settings as columns (B, 1), ``None`` where no row asks for the step; ``most_k`` is the largest top-k."""
 
     greedy: bool
     temperature: Tensor
