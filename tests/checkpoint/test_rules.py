@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from phylon.checkpoint import (
     Concat,
     Fused,
-    Mapping_,
+    Layout,
     MemorySource,
     PermuteRotary,
     Rename,
@@ -41,7 +41,7 @@ def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple]:
 
 def both_ways(rules: Sequence, ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Ours to theirs, to ours, to theirs: nothing changes. Returns theirs."""
-    layout = Mapping_(rules)
+    layout = Layout(rules)
     theirs = dict(layout.unmap(ours))
     source = MemorySource(theirs)
     plan = layout.plan(source.tensors, {n: tuple(t.shape) for n, t in ours.items()})

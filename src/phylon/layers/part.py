@@ -1,5 +1,6 @@
 """Base of every module that owns parameters, and the linear map they are built from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +46,13 @@ class Part(nn.Module):
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """Show ``value`` to the recorder, if there is one, under ``<path>.<name>``."""
         return value if ctx.taps is None else ctx.taps(f"{self.path}.{name}", value)
+
+    def score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
+        """What an attention op shows scores and weights to, if anybody wants them: only the reference can."""
+        taps = ctx.taps
+        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
+            return None
+        return lambda name, value: self.tap(ctx, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

@@ -1,7 +1,6 @@
 """Multi-head attention with grouped keys and values: MHA, MQA and GQA in one."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,10 +9,11 @@ from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
 from phylon.layers.part import Linear, Part
 from phylon.layers.positions.rotary import Rotary, Rotation
+from phylon.layers.positions.score_bias import Alibi, alibi_slopes
 from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Full, Pattern, Records, Window
-from phylon.spec.base import Mechanism, Mixer, Norm
+from phylon.spec.base import Mechanism, Mixer, Norm, ScoreBias
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
 
@@ -36,6 +36,7 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     out_bias: bool = False
     pattern: Pattern = Causal()
     rotary: Rotation | None = None
+    score_bias: ScoreBias | None = None
     qk_norm: Norm | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -70,6 +71,7 @@ class AttentionModule(Part):
         self.o_proj = Linear(heads * width, d_model, bias=spec.out_bias, role="out")
         self.q_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
         self.k_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
+        self.score_bias = None if spec.score_bias is None else build(spec.score_bias, heads)
         self.scale = 1 / math.sqrt(width) if spec.scale is None else spec.scale
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -97,19 +99,14 @@ class AttentionModule(Part):
             pattern=spec.pattern,
             query=query,
             key=key,
+            bias=None if self.score_bias is None else self.score_bias(ctx),
             scale=self.scale,
             softcap=spec.softcap,
             dropout=dropout,
             seed=int(torch.randint(2**31, ())) if dropout else 0,
-            tap=self._score_tap(ctx),
+            tap=self.score_tap(ctx),
         )
         return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
-
-    def _score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
-        taps = ctx.taps
-        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
-            return None
-        return lambda name, value: self.tap(ctx, name, value)
 
     def add_state(self, state: State, max_len: int | None) -> None:
         """Give ``state`` this mixer's part: rolling where the pattern bounds how far a query reaches back."""
@@ -135,6 +132,7 @@ def _cases() -> list[Attention]:
         Attention(n_heads=3, n_kv_heads=1, head_dim=10, rotary=Rotary()),
         grouped.replace(rotary=Rotary(dim=4), pattern=Window(size=4)),
         grouped.replace(softcap=5.0, scale=0.3),
+        grouped.replace(rotary=None, score_bias=Alibi(slopes=alibi_slopes(4))),
         grouped.replace(qk_norm=RMSNorm()),
         grouped.replace(rotary=None, pattern=Full()),
     ]
