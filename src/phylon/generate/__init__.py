@@ -5,6 +5,7 @@ from phylon.generate.decode import Batch, Generation, TextStream, generate, run,
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
+from phylon.spec.package import make_callable
 
 __all__ = [
     "Batch",
@@ -21,3 +22,5 @@ __all__ = [
     "score_choices",
     "stream",
 ]
+
+make_callable(__name__)
