@@ -3,6 +3,7 @@
 import sys
 from types import ModuleType
 
+from phylon.generate.beam import Hypothesis, beam_search
 from phylon.generate.chat import ChatSession
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
 from phylon.generate.request import Options, Request
@@ -13,11 +14,13 @@ __all__ = [
     "Batch",
     "ChatSession",
     "Generation",
+    "Hypothesis",
     "Options",
     "Request",
     "Sampling",
     "Score",
     "TextStream",
+    "beam_search",
     "generate",
     "run",
     "score",
