@@ -47,9 +47,9 @@ BLOCKS: dict[int, tuple[str, int, int]] = {
 TYPE_IDS = {name: number for number, (name, _, _) in BLOCKS.items()}
 
 
-def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte ``start`` of every block, as float32 ``(n, 1)``."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+def _halves(blocks: torch.Tensor, start: int, count: int = 1) -> torch.Tensor:
+    """The ``count`` float16 at byte ``start`` of every block, as float32 ``(n, count)``."""
+    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
 
 
 def _nibbles(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -69,7 +69,8 @@ def _q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_nibbles(blocks, 4)).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    scales = _halves(blocks, 0, 2)
+    out.copy_(_nibbles(blocks, 4)).mul_(scales[:, :1]).add_(scales[:, 1:])
 
 
 def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
@@ -77,7 +78,8 @@ def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_fives(blocks, 4)).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    scales = _halves(blocks, 0, 2)
+    out.copy_(_fives(blocks, 4)).mul_(scales[:, :1]).add_(scales[:, 1:])
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
