@@ -21,7 +21,7 @@ torch.ones(1 << 16).bfloat16().float().t().contiguous()
 """
 LOAD = """
 source = {opener}({path!r})
-layout = Mapping_([
+layout = Layout([
     Concat("h.{{i}}.qkv.weight", ("q.{{i}}.weight", "k.{{i}}.weight"), (1536, 512)),
     Transpose("h.{{i}}.up.weight", "up.{{i}}.weight"),
     PermuteRotary("h.{{i}}.rot.weight", "rot.{{i}}.weight", 16, 128),

@@ -13,12 +13,11 @@ from phylon.text.sentencepiece import build_spm, read_spm
 
 spm = pytest.importorskip("sentencepiece")
 
-# The library maps characters by grapheme and looks at special tokens first; text with combining marks or written-out
-# control tokens is compared elsewhere.
+# The library maps characters by grapheme, so that several long combining marks in a row are a known limit.
 TEXT = st.text(
     st.one_of(
         st.sampled_from("  \n\tabeTh.▁\u3000\u00a0é司ｱ½ﬁ☃😀\x00\x01\u200b"),
-        st.characters(codec="utf-8", exclude_categories=("Mn", "Mc", "Me", "Lo", "Lm", "Sk")),
+        st.characters(codec="utf-8", exclude_categories=("Mn", "Mc", "Me")),
     ),
     max_size=40,
 )
@@ -125,7 +124,9 @@ def own_model(request, tmp_path_factory):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    parts=st.lists(st.sampled_from(["the", " ", "<sep>", "<mask>", "ing", "morn", "司", "house", "é", "x"]), max_size=9)
+    parts=st.lists(
+        st.sampled_from(["the", " ", "<sep>", "<mask>", "ing", "morn", "司", "house", "é", "<0x41>"]), max_size=9
+    )
 )
 def test_user_defined_pieces(own_model, parts):
     text = "".join(parts)

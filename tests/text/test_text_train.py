@@ -136,5 +136,7 @@ def test_other_bad_training():
 
 
 def test_text_needs_no_torch():
-    code = "import sys, phylon.text; print([m for m in ('torch', 'jinja2', 'transformers') if m in sys.modules])"
+    code = (
+        "import sys, phylon.text; print([m for m in ('torch', 'jinja2', 'numpy', 'transformers') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

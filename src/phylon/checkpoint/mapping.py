@@ -73,7 +73,7 @@ class Layout:
             UserError: names what is missing, unexpected or of the wrong shape, and a prefix that explains it.
         """
         moves, constants = self._bind(ours)
-        bare = bool(self._prefix) and not any(name.startswith(self._prefix) for name in theirs)
+        bare = bool(self._prefix) and not any(self._prefix in name for name in theirs)
         found = _Findings()
         used: set[str] = set()
         chosen: list[tuple[Move, tuple[str, ...]]] = []

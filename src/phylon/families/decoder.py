@@ -51,7 +51,7 @@ def llama_spec(
     tied: bool = False,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A LLaMA-style decoder: RMSNorm, rotary grouped-query attention, gated feed-forward; ``d_ff`` defaults to 8/3 D."""
+    """A LLaMA-style decoder: RMSNorm, rotary grouped-query attention, gated feed-forward; ``d_ff`` is 8/3 D."""
     if head_dim is None and d_model % n_heads:
         raise UserError(f"d_model {d_model} is no multiple of n_heads {n_heads}; give head_dim")
     attention = Attention(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from phylon.checkpoint import Drop, Layout, PermuteRotary, Rename, Rule, Tied, TensorSource
+from phylon.checkpoint import Drop, Layout, PermuteRotary, Rename, Rule, TensorSource, Tied
 from phylon.families.base import Config, Family, GGUFFormat, HFFormat, register_family
 from phylon.families.decoder import activation_name, decoder_of, hf_activation, is_tied, llama_spec, op_of, part
 from phylon.families.rope import read_rotary, write_rotary

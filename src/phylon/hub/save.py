@@ -12,7 +12,8 @@ from typing import Any, Literal
 from phylon.checkpoint import write_gguf, write_safetensors
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
-from phylon.hub.load import NATIVE_CONFIG, stored_tensors
+from phylon.hub.describe import NATIVE_CONFIG
+from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec
 from phylon.spec.errors import UserError
 from phylon.spec.serial import SCHEMA, to_data
@@ -21,7 +22,9 @@ from phylon.text import gguf_from_tokenizer
 _SHARD_BYTES = 5 * 10**9
 
 
-def save(model: Model, folder: str | Path, *, format: Literal["native", "hf"] = "native", replace: bool = False) -> Path:
+def save(
+    model: Model, folder: str | Path, *, format: Literal["native", "hf"] = "native", replace: bool = False
+) -> Path:
     """Write the model, its tokenizer and generation defaults into ``folder``; returns it.
 
     "native" keeps the spec and canonical names; "hf" is the layout of the family, readable by ``transformers``, with
@@ -38,7 +41,9 @@ def save(model: Model, folder: str | Path, *, format: Literal["native", "hf"] = 
             tensors: Any = stored_tensors(model)
         else:
             dtype = str(model.dtype).removeprefix("torch.")
-            _write_json(beside / "config.json", {**hf.write(model.spec), **_ids(model.generation), "torch_dtype": dtype})
+            _write_json(
+                beside / "config.json", {**hf.write(model.spec), **_ids(model.generation), "torch_dtype": dtype}
+            )
             _write_json(beside / "generation_config.json", _generation_config(model.generation))
             tensors = hf.layout(model.spec).unmap(stored_tensors(model))
         metadata = {"format": "pt"}

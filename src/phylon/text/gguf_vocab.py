@@ -192,7 +192,7 @@ def _as_spm(
     steps = steps.get("normalizers", [steps] if steps else [])
     kinds = [step["type"] for step in steps]
     charsmap = next((step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"), "")
-    prefix = "Prepend" in kinds or content["pre_tokenizer"] is not None
+    prefix = "Prepend" in kinds or "Metaspace" in json.dumps(content["pre_tokenizer"])
     squeeze = any(step["type"] == "Replace" and step["pattern"].get("Regex") == " {2,}" for step in steps)
     if unk_id is not None:
         types[unk_id] = UNKNOWN

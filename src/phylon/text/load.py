@@ -176,12 +176,17 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
     """Special and added tokens that the vocabulary's own file does not mark as such, at the ids the files state."""
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     tokens: dict[int, AddedToken] = {}
-    for key, entry in config.get("added_tokens_decoder", {}).items():
-        flags = {name: bool(entry.get(name, False)) for name in ("lstrip", "rstrip", "normalized", "special")}
-        tokens[int(key)] = AddedToken(entry["content"], single_word=bool(entry.get("single_word", False)), **flags)
-    if (folder / "added_tokens.json").is_file():
-        for content, id in read_json(folder / "added_tokens.json").items():
-            tokens.setdefault(int(id), AddedToken(content, normalized=False, special=False))
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    try:
+        for key, entry in config.get("added_tokens_decoder", {}).items():
+            tokens[int(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+        if (folder / "added_tokens.json").is_file():
+            for content, id in read_json(folder / "added_tokens.json").items():
+                tokens.setdefault(int(id), AddedToken(content, normalized=False, special=False))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: the added tokens are not written as Hugging Face writes them ({error!r})") from None
     stated = {token.content for token in tokens.values()}
     roles = [_content(value) for key, value in config.items() if key.endswith("_token")]
     for content in sorted({role for role in roles if role} - known - stated):
@@ -242,7 +247,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 

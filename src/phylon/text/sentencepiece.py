@@ -5,7 +5,8 @@ The file is a protobuf; the reader below knows the few fields that decide ids. L
 - BPE merges among pieces of *equal* score go left to right in SentencePiece; here pairs of equal score are ranked so
   that a pair comes before every pair it can block from the left, which is the same unless such pairs block each other
   in a circle (never in a trained model we know of).
-- the character map is applied by grapheme, so that sequences of more than five bytes are mapped character by character.
+- the character map is applied by grapheme, and one of more than five bytes (a letter with two long marks) by character;
+- a text that is one user-defined piece and nothing else loses the space that the model puts before it.
 """
 
 from __future__ import annotations
@@ -177,12 +178,17 @@ def build_spm(model: SpmModel, *, prefix: str = "always") -> tokenizers.Tokenize
     steps = _normalizer_steps(model, prefix == "always")
     if steps:
         backend.normalizer = normalizers.Sequence(steps)
+    cuts: list[pre_tokenizers.PreTokenizer] = []
     if model.add_dummy_prefix and prefix == "first":
         # Every space is ▁ by now, so that the first step prepends one without looking at the text and the second
         # step makes it a ▁ too. Metaspace("▁") by itself would leave out the prefix where the text starts with a space.
-        first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
-        then = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([first, then])
+        cuts.append(pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False))
+        cuts.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False))
+    if model.kind == "unigram" and model.byte_fallback:
+        # SentencePiece never finds a byte piece spelled out in the text; the library would, were it not cut in two.
+        cuts.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
+    if cuts:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     strip = model.add_dummy_prefix or model.remove_extra_whitespaces
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
