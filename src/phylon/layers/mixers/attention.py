@@ -87,6 +87,7 @@ class AttentionModule(Part):
         key = query
         if ctx.state is not None:
             part = ctx.state.parts[self.path]
+            assert isinstance(part, KVState)
             k, v, key = part.append(k, v, ctx.state)
             query = None if key is None else ctx.records
         dropout = spec.dropout if self.training else 0.0

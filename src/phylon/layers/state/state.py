@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phylon.layers.state.chunk import Chunk, positions_from_segments
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
-from phylon.layers.state.kv import KVState
+from phylon.layers.state.part import StatePart
 from phylon.spec.errors import UserError
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ class State:
         self.next_position = [0] * batch_size
         self.aligned = True
         self.chunk_aligned = True
-        self.parts: dict[str, KVState] = {}
+        self.parts: dict[str, StatePart] = {}
         self._indices: dict[int | None, FullIndex | RollingIndex] = {}
         self._memo: dict[Any, Any] = {}
 
@@ -40,7 +40,11 @@ class State:
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def add(self, path: str, part: KVState, window: int | None) -> None:
+    def add_recurrent(self, path: str, part: StatePart) -> None:
+        """Register the part of a mixer that keeps no keys, and so needs no index of them."""
+        self.parts[path] = part
+
+    def add(self, path: str, part: StatePart, window: int | None) -> None:
         """Register a mixer's part, and the key index of its geometry."""
         self.parts[path] = part
         if window not in self._indices:
