@@ -174,7 +174,7 @@ def shared_rules(spec: ModelSpec) -> list[Rule | Drop]:
 
 
 def _cases() -> list[ModelSpec]:
-    tiny = partial(mamba_spec, d_model=24, n_layers=2, vocab_size=37)
+    tiny = partial(mamba_spec, d_model=24, n_layers=2, vocab_size=37, dt_min=0.2, dt_max=2.0)
     return [
         tiny(d_state=5),
         tiny(d_state=4, d_conv=3, expand=3, dt_rank=5, bias=True, conv_bias=False, activation="gelu", tied=False),
@@ -198,6 +198,12 @@ register_family(
         },
         cases=_cases,
         hf=HFFormat(model_types=("mamba",), read=read_config, write=write_config, layout=hf_layout),
-        golden={"mamba-130m": 129_135_360, "mamba-2.8b": 2_768_345_600},
+        golden={
+            "mamba-130m": 129_135_360,
+            "mamba-370m": 371_516_416,
+            "mamba-790m": 793_204_224,
+            "mamba-1.4b": 1_372_178_432,
+            "mamba-2.8b": 2_768_345_600,
+        },
     )
 )

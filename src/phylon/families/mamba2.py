@@ -125,7 +125,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
 
 
 def _cases() -> list[ModelSpec]:
-    tiny = partial(mamba2_spec, d_model=24, n_layers=2, vocab_size=37)
+    tiny = partial(mamba2_spec, d_model=24, n_layers=2, vocab_size=37, dt_min=0.02, dt_max=0.2)
     return [
         tiny(head_dim=16, d_state=5),
         tiny(n_heads=12, head_dim=6, n_groups=4, d_state=4, d_conv=3, bias=True, conv_bias=False, tied=False),
@@ -150,5 +150,12 @@ register_family(
         },
         cases=_cases,
         hf=HFFormat(model_types=("mamba2",), read=read_config, write=write_config, layout=hf_layout),
+        golden={
+            "mamba2-130m": 128_989_632,
+            "mamba2-370m": 368_346_624,
+            "mamba2-780m": 780_161_280,
+            "mamba2-1.3b": 1_343_757_312,
+            "mamba2-2.7b": 2_702_599_680,
+        },
     )
 )

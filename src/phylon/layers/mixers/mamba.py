@@ -174,10 +174,12 @@ def _flops(spec: Mamba, width: int, n_keys: int) -> int:
 
 
 def _cases() -> list[Mamba]:
+    # Steps as large as those of a trained model, so that what the state holds shows in the output.
+    steps = {"dt_min": 0.2, "dt_max": 2.0}
     return [
-        Mamba(dt_rank=2, d_state=5),
-        Mamba(dt_rank=3, d_state=4, d_conv=3, bias=True, conv_bias=False, inner_norm=RMSNorm()),
-        Mamba(dt_rank=1, d_state=1, d_conv=1, expand=1, activation="gelu"),
+        Mamba(dt_rank=2, d_state=5, **steps),
+        Mamba(dt_rank=3, d_state=4, d_conv=3, bias=True, conv_bias=False, inner_norm=RMSNorm(), **steps),
+        Mamba(dt_rank=1, d_state=1, d_conv=1, expand=1, activation="gelu", **steps),
     ]
 
 

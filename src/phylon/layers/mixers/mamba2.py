@@ -163,10 +163,12 @@ def _flops(spec: Mamba2, width: int, n_keys: int) -> int:
 
 
 def _cases() -> list[Mamba2]:
+    # Steps as large as those of a trained model, so that what the state holds shows in the output.
+    steps = {"dt_min": 0.02, "dt_max": 0.2}
     return [
-        Mamba2(n_heads=3, head_dim=8, d_state=5),
-        Mamba2(n_heads=4, head_dim=6, n_groups=2, d_state=4, d_conv=3, bias=True, conv_bias=False),
-        Mamba2(n_heads=2, head_dim=5, d_state=1, d_conv=1, dt_low=0.01, dt_high=0.5),
+        Mamba2(n_heads=3, head_dim=8, d_state=5, **steps),
+        Mamba2(n_heads=4, head_dim=6, n_groups=2, d_state=4, d_conv=3, bias=True, conv_bias=False, **steps),
+        Mamba2(n_heads=2, head_dim=5, d_state=3, d_conv=2, dt_low=0.01, dt_high=0.5, **steps),
     ]
 
 

@@ -22,9 +22,7 @@ class Breaks:
     def check(self, batch: int, length: int) -> None:
         for name, mask in (("resets", self.resets), ("real", self.real)):
             if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
-                raise UserError(
-                    f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}"
-                )
+                raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")
 
 
 @dataclass(kw_only=True)
