@@ -4,8 +4,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phylon.families import preset
-    from phylon.model import Model, ModelSpec, build, record
+    from phylon.account import account
+    from phylon.families import build, preset
+    from phylon.hub import load, save
+    from phylon.model import Model, ModelSpec, record
     from phylon.spec import UserError, override
 
 __version__ = "0.1.0"
@@ -14,13 +16,16 @@ _PUBLIC = {
     "Model": "phylon.model",
     "ModelSpec": "phylon.model",
     "UserError": "phylon.spec.errors",
-    "build": "phylon.model",
+    "account": "phylon.account",
+    "build": "phylon.families",
+    "load": "phylon.hub",
     "override": "phylon.spec",
     "preset": "phylon.families",
     "record": "phylon.model",
+    "save": "phylon.hub",
 }
 
-__all__ = ["Model", "ModelSpec", "UserError", "build", "override", "preset", "record"]
+__all__ = ["Model", "ModelSpec", "UserError", "account", "build", "load", "override", "preset", "record", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ SCALARS = ["B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d"]  # str
 STRING, ARRAY = 8, 9
 MAX_ARRAY = 1 << 22  # elements; ten times the largest vocabulary
 MAX_NAME = 65535  # bytes of a key or a tensor name
-CHUNK = 1 << 20  # elements decoded at a time: 4 MB of float32 stay in the caches
+CHUNK = 1 << 19  # elements decoded at a time: 2 MB of float32 stay in the caches
 
 
 def open_gguf(path: str | Path) -> TensorSource:

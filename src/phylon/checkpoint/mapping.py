@@ -1,8 +1,8 @@
 """One description of a foreign layout, used both ways and complete both ways.
 
-`Mapping_.plan` checks names and shapes from the headers alone, before anything is allocated: every tensor of ours is
-produced exactly once, every foreign tensor is used or dropped with a reason. `Mapping_.load` then copies tensor by
-tensor, `Mapping_.unmap` goes the other way.
+`Layout.plan` checks names and shapes from the headers alone, before anything is allocated: every tensor of ours is
+produced exactly once, every foreign tensor is used or dropped with a reason. `Layout.load` then copies tensor by
+tensor, `Layout.unmap` goes the other way.
 """
 
 import re
@@ -32,7 +32,7 @@ class Move:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What `Mapping_.load` will do. ``dtypes``: how many tensors the checkpoint stores in each dtype."""
+    """What `Layout.load` will do. ``dtypes``: how many tensors the checkpoint stores in each dtype."""
 
     moves: tuple[tuple[Move, tuple[str, ...]], ...]
     constants: tuple[tuple[str, float], ...]
@@ -47,7 +47,7 @@ class _Findings:
     misshaped: list[str] = field(default_factory=list)
 
 
-class Mapping_:
+class Layout:
     """The rules of one layout.
 
     ``optional_prefix``: a prefix of foreign names that files saved from the bare model lack (GPT-2's ``transformer.``,
@@ -73,7 +73,7 @@ class Mapping_:
             UserError: names what is missing, unexpected or of the wrong shape, and a prefix that explains it.
         """
         moves, constants = self._bind(ours)
-        bare = bool(self._prefix) and not any(name.startswith(self._prefix) for name in theirs)
+        bare = bool(self._prefix) and not any(self._prefix in name for name in theirs)
         found = _Findings()
         used: set[str] = set()
         chosen: list[tuple[Move, tuple[str, ...]]] = []
@@ -197,9 +197,9 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
                 yield name, move.rule.give(tensors, which)
 
 
-def identity(names: Iterable[str]) -> Mapping_:
+def identity(names: Iterable[str]) -> Layout:
     """The layout that is ours already."""
-    return Mapping_(Rename(name, name) for name in names)
+    return Layout(Rename(name, name) for name in names)
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

@@ -18,7 +18,7 @@ import torch
 from phylon.checkpoint.source import TensorSource
 
 Shape = tuple[int, ...]
-CHUNK = 1 << 20  # elements gathered at a time
+CHUNK = 1 << 18  # elements gathered at a time
 
 
 @dataclass(frozen=True)
@@ -246,6 +246,10 @@ def _copy_rows(out: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, dim:
         out.copy_(stored.narrow(dim, first, count))
         return
     step = max(1, CHUNK * count // max(1, out.numel()))
+    size = list(out.shape)
+    size[dim] = min(step, count)
+    buffer = stored.new_empty(size)  # one, not one a turn: freed blocks of this size linger in the allocator
     for k in range(0, count, step):
-        part = stored.index_select(dim, rows[k : k + step])
+        part = buffer.narrow(dim, 0, min(step, count - k))
+        torch.index_select(stored, dim, rows[k : k + step], out=part)
         out.narrow(dim, k, part.shape[dim]).copy_(part)

@@ -6,6 +6,7 @@ gaps (https://github.com/huggingface/safetensors#format).
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from phylon.spec.errors import UserError
 
 INDEX_SUFFIX = ".index.json"
 MAX_HEADER = 100_000_000  # the format's own limit
+PLAIN_NAME = re.compile(r"(?!\.)[\w.+ -]{1,200}")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 
 
@@ -163,7 +165,7 @@ def _open_sharded(path: Path) -> TensorSource:
     places: dict[str, tuple[MappedFile, int]] = {}
     metadata: dict[str, str] = {}
     for shard in sorted(set(where.values())):
-        if shard != Path(shard).name or "\\" in shard or "\0" in shard:
+        if not PLAIN_NAME.fullmatch(shard):
             raise UserError(f"{path} names the shard {quoted(shard)}, which is not a plain file name")
         _refuse_pickle(path.with_name(shard))
         if not path.with_name(shard).is_file():

@@ -5,9 +5,14 @@ import math
 import torch
 from torch import Tensor
 
-from phylon.layers.part import Role
-from phylon.spec.base import Init, Mechanism
+from phylon.spec.base import Init, Mechanism, Role
+from phylon.spec.errors import UserError
 from phylon.spec.registry import register
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise UserError(f"{name} must be above 0, got {value}")
 
 
 def _normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
@@ -17,9 +22,12 @@ def _normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
 
 
 class NormalInit(Mechanism, Init, frozen=True, kw_only=True):
-    """Every weight from a normal distribution of one standard deviation. BERT (arXiv:1810.04805), released code: 0.02."""
+    """Every weight from a normal distribution of one ``std``. BERT (arXiv:1810.04805), released code: 0.02."""
 
     std: float = 0.02
+
+    def __post_init__(self) -> None:
+        _check_positive("std", self.std)
 
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, self.std, generator)
@@ -30,14 +38,23 @@ class DepthScaledInit(Mechanism, Init, frozen=True, kw_only=True):
 
     std: float = 0.02
 
+    def __post_init__(self) -> None:
+        _check_positive("std", self.std)
+
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, self.std / math.sqrt(n_branches) if role == "out" else self.std, generator)
 
 
 class FanInInit(Mechanism, Init, frozen=True, kw_only=True):
-    """Normal with ``gain / sqrt(fan_in)``, embeddings with 1: scores spread, so that tests see errors. LeCun 1998, §4.6."""
+    """Normal with ``gain / sqrt(fan_in)``, embeddings with 1: scores spread, so that tests see errors.
+
+    LeCun et al., Efficient BackProp (1998), section 4.6.
+    """
 
     gain: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("gain", self.gain)
 
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, 1.0 if role == "embed" else self.gain / math.sqrt(weight.shape[-1]), generator)

@@ -1,31 +1,35 @@
 """Base of every module that owns parameters, and the linear map they are built from."""
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phylon.layers.context import Context
-from phylon.spec.base import Init
-
-Role = Literal["in", "out", "embed", "head"]
+from phylon.layers.state import State
+from phylon.spec.base import Init, Role
 
 
 @dataclass(frozen=True)
 class InitContext:
     """How to draw: the scheme, the generator (on the CPU, so that a seed means the same on every device), the depth.
 
-    ``n_branches`` is the number of residual branches of the stack the module sits in (1 outside of stacks).
+    ``n_branches`` is the number of residual branches of the stack the module sits in (1 outside of stacks). ``drawn``
+    holds the weights that are done: a tied weight is drawn once, by the first module of the tree that has it.
     """
 
     scheme: Init
     generator: torch.Generator
     n_branches: int
+    drawn: set[int] = field(default_factory=set)
 
     def draw(self, weight: Tensor, role: Role) -> None:
-        """Fill ``weight`` in place according to its role."""
-        self.scheme.draw(weight, role, self.n_branches, self.generator)  # type: ignore[attr-defined]
+        """Fill ``weight`` in place according to its role, unless another module has."""
+        if id(weight) not in self.drawn:
+            self.scheme.draw(weight, role, self.n_branches, self.generator)
+            self.drawn.add(id(weight))
 
 
 class Part(nn.Module):
@@ -34,17 +38,27 @@ class Part(nn.Module):
     path: str = ""
 
     def init_parameters(self, init: InitContext) -> None:
-        """Initialise the parameters this very module owns (not those of its children)."""
+        """Initialise the parameters and buffers this very module owns (not those of its children)."""
+
+    def add_state(self, state: State, max_len: int | None) -> None:
+        """Give ``state`` what this very module keeps between calls (``State.add``); nothing by default."""
 
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """Show ``value`` to the recorder, if there is one, under ``<path>.<name>``."""
         return value if ctx.taps is None else ctx.taps(f"{self.path}.{name}", value)
 
+    def score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
+        """What an attention op shows scores and weights to, if anybody wants them: only the reference can."""
+        taps = ctx.taps
+        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
+            return None
+        return lambda name, value: self.tap(ctx, name, value)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
 
-class Linear(nn.Linear):
+class Linear(Part, nn.Linear):
     """``x W^T + b``, drawn by the model's scheme. ``role`` "out" marks the last map of a residual branch."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, role: Role = "in") -> None:
@@ -60,7 +74,7 @@ class Linear(nn.Linear):
             nn.init.zeros_(self.bias)
 
 
-class Embedding(nn.Embedding):
+class Embedding(Part, nn.Embedding):
     """A table of vectors, drawn by the model's scheme."""
 
     def reset_parameters(self) -> None:

@@ -8,6 +8,7 @@ from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.part import Part
 from phylon.model.spec import Block, Stack, Sublayer
+from phylon.spec.base import Norm
 from phylon.spec.registry import build
 
 
@@ -26,7 +27,7 @@ class _Sublayer(NamedTuple):
 
 
 class BlockModule(Part):
-    """The sublayers of a block; its children are called ``<op>``, ``<op>_norm``, ``<op>_norm_branch``, ``<op>_norm_out``.
+    """The sublayers of a block: children ``<op>``, ``<op>_norm``, ``<op>_norm_branch``, ``<op>_norm_out``.
 
     The norms of a sublayer with several branches are named after its first op; ``<op>_norm_shared`` is the shared one.
     """
@@ -40,17 +41,17 @@ class BlockModule(Part):
         self.plan = tuple(plan)
 
     def _add_sublayer(self, spec: Sublayer, names: list[str], width: int) -> _Sublayer:
-        def add(norm: object, name: str) -> str | None:
+        def add(norm: Norm | None, name: str) -> str | None:
             if norm is None:
                 return None
-            self.add_module(name, build(norm, width))  # type: ignore[arg-type]
+            self.add_module(name, build(norm, width))
             return name
 
         shared = add(spec.norm_shared, f"{names[0]}_norm_shared")
         branches = []
         for name, branch in zip(names, spec.branches, strict=True):
             norm_in = add(branch.norm_in, f"{name}_norm")
-            self.add_module(name, build(branch.op, width))  # type: ignore[arg-type]
+            self.add_module(name, build(branch.op, width))
             norm_branch = add(branch.norm_branch, f"{name}_norm_branch")
             branches.append(_Branch(name, norm_in, norm_branch, branch.gain, branch.drop))
         return _Sublayer(tuple(branches), shared, add(spec.norm_out, f"{names[0]}_norm_out"))
@@ -81,16 +82,16 @@ class StackModule(Part):
     def __init__(self, spec: Stack) -> None:
         super().__init__()
         self.spec = spec
-        self.embed = build(spec.embed, spec.d_model)  # type: ignore[arg-type]
+        self.embed = build(spec.embed, spec.d_model)
         self.blocks = nn.ModuleList(BlockModule(block, spec.d_model) for block in spec.blocks)
         if spec.shared:
-            self.shared = nn.ModuleDict({name: build(m, spec.d_model) for name, m in spec.shared.items()})  # type: ignore[arg-type]
-        self.norm_final = None if spec.norm_final is None else build(spec.norm_final, spec.d_model)  # type: ignore[arg-type]
+            self.shared = nn.ModuleDict({name: build(m, spec.d_model) for name, m in spec.shared.items()})
+        self.norm_final = None if spec.norm_final is None else build(spec.norm_final, spec.d_model)
 
     def forward(self, inputs: Tensor | None, embeds: Tensor | None, ctx: Context) -> Tensor:
         """Hidden states (B, T, D) from the stack's input."""
         if self.spec.shared:
-            ctx.shared = self.shared  # type: ignore[assignment]
+            ctx.shared = dict(self.shared.items())
         x = self.tap(ctx, "embed.out", self.embed(inputs, embeds, ctx))
         for block in self.blocks:
             x = block(x, ctx)

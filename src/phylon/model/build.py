@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from phylon.layers.part import InitContext
+from phylon.layers.part import InitContext, Part
 from phylon.model.model import Model
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError
@@ -66,18 +66,13 @@ def materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
 def init_model(model: Model, seed: int) -> None:
     """Draw every parameter once, by the module that owns it, in the order of the module tree."""
     generator = torch.Generator().manual_seed(seed)
-    spec, drawn = model.spec, set()
+    spec, drawn = model.spec, set[int]()
     for path, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if not own:
+        if not any(t is not None for t in (*module._parameters.values(), *module._buffers.values())):
             continue
-        # A tied parameter belongs to the module it is tied to, which comes first or draws the same memory again.
-        if all(id(p) in drawn for p in own):
-            continue
+        assert isinstance(module, Part), f"{path} ({type(module).__name__}) owns tensors but draws none"
         stack = spec.stacks.get(path.split(".")[0])
-        context = InitContext(spec.init, generator, 1 if stack is None else stack.n_branches)
-        module.init_parameters(context)  # type: ignore[operator]
-        drawn.update(id(p) for p in own)
+        module.init_parameters(InitContext(spec.init, generator, 1 if stack is None else stack.n_branches, drawn))
 
 
 def build(

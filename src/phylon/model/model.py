@@ -20,7 +20,7 @@ from phylon.spec.registry import build
 
 @dataclass(kw_only=True)
 class Output:
-    """``logits`` of the main head, ``heads`` by name, ``hidden`` (B, T, D), ``losses`` by head, ``aux`` terms by name."""
+    """Main ``logits``, ``heads`` by name, ``hidden`` (B, T, D), ``losses`` by head, ``aux`` terms by name."""
 
     hidden: Tensor
     logits: Tensor | None = None
@@ -41,7 +41,7 @@ class Model(Part):
         self.encoder = None if spec.encoder is None else StackModule(spec.encoder)
         self.decoder = None if spec.decoder is None else StackModule(spec.decoder)
         width = spec.last_stack.d_model
-        self.heads = nn.ModuleDict({name: build(head, width) for name, head in spec.heads.items()})  # type: ignore[arg-type]
+        self.heads = nn.ModuleDict({name: build(head, width) for name, head in spec.heads.items()})
         self.tokenizer: Any = None
         self.generation = GenerationDefaults()
         self.stored_dtype: str | None = None
@@ -93,8 +93,8 @@ class Model(Part):
                     raise UserError(f"decoder.blocks.{i}.{name} cannot continue from a state: {reason}")
         state = State(batch_size, max_len, self.device)
         for module in stack.modules():
-            if hasattr(module, "add_state"):
-                module.add_state(state, max_len)  # type: ignore[operator]
+            if isinstance(module, Part):
+                module.add_state(state, max_len)
         return state
 
     def forward(
@@ -117,26 +117,83 @@ class Model(Part):
 
         ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
-        With a ``state`` the tokens are appended to it. ``targets`` (B, T), or a dict by head, adds ``losses``.
-        ``logits`` computes all scores, those of each row's last real token (B, 1, V), or none.
+        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
+        encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
+        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of
+        each row's last real token (B, 1, V), or none.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
+        if images is not None:
+            raise UserError("this model takes no images; it reads tokens")
         shape = self._shape(tokens, embeds)
         for name, given in (("segments", segments), ("positions", positions), ("types", types), ("marks", marks)):
-            if given is not None and given.shape != shape:
-                raise UserError(f"{name} are {tuple(given.shape)}, tokens {tuple(shape)}; they must agree")
-        ctx = self._context(shape, segments, positions, types, marks, state)
+            _check_per_token(name, given, shape)
+        device = tokens.device if tokens is not None else self.device if embeds is None else embeds.device
+        ctx = self._context(shape, device, segments, positions, types, marks, state)
+        read = self._reads_source(source, source_segments, state)
+        if state is None:
+            if read is not None:
+                self._read(*read, ctx)
+            return self._run(tokens, embeds, ctx, targets, logits)
+        assert ctx.chunk is not None
+        with torch.no_grad():
+            state.begin(ctx.chunk)
+            ctx.memory_records = state.source
+            try:
+                if read is not None:
+                    self._read(*read, ctx)
+                out = self._run(tokens, embeds, ctx, targets, logits)
+            except BaseException:
+                state.rollback()
+                raise
+            state.commit(ctx.chunk, ctx.memory_records)
+        return out
+
+    def _reads_source(
+        self, source: Tensor | None, segments: Tensor | None, state: State | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The source this call must encode, or ``None``; a one-line refusal where it is missing or given twice."""
+        if self.encoder is None or self.decoder is None:
+            if source is not None or segments is not None:
+                raise UserError("this model takes no source; give the text as tokens")
+            return None
+        if state is not None and state.source is not None:
+            if source is not None or segments is not None:
+                raise UserError("the state has read its source already; only the first call takes it")
+            return None
+        if source is None:
+            raise UserError("an encoder-decoder needs source (B, S) on its first call")
+        if source.ndim != 2 or 0 in source.shape or source.dtype not in (torch.int64, torch.int32):
+            raise UserError(f"source must be (B, S) int64 and not empty, got {tuple(source.shape)} {source.dtype}")
+        _check_per_token("source_segments", segments, source.shape)
+        return source, segments
+
+    def _read(self, source: Tensor, segments: Tensor | None, ctx: Context) -> None:
+        """Encode the source into ``ctx.memory``."""
+        assert self.encoder is not None
+        if len(source) != ctx.batch_size:
+            raise UserError(f"source has {len(source)} rows, tokens {ctx.batch_size}; they must agree")
+        own = self._context(source.shape, source.device, segments, None, None, None, None)
+        own.aux = ctx.aux
+        ctx.memory = self.encoder(source, None, own)
+        if ctx.state is not None:
+            ids = torch.ones_like(source) if segments is None else segments
+            ctx.memory_records = Records(own.records.positions.expand_as(source), ids)
+        elif own.records.segments is not None:
+            ctx.memory_records = own.records
+
+    def _run(
+        self,
+        tokens: Tensor | None,
+        embeds: Tensor | None,
+        ctx: Context,
+        targets: Tensor | dict[str, Tensor] | None,
+        logits: str,
+    ) -> Output:
         stack = self.decoder or self.encoder
         assert stack is not None
-        if state is not None:
-            assert ctx.chunk is not None
-            state.begin(ctx.chunk)
-        hidden = stack(tokens, embeds, ctx)
-        if state is not None:
-            assert ctx.chunk is not None
-            state.commit(ctx.chunk)
-        out = Output(hidden=hidden, aux=ctx.aux)
+        out = Output(hidden=stack(tokens, embeds, ctx), aux=ctx.aux)
         self._run_heads(out, ctx, targets, logits)
         return out
 
@@ -149,8 +206,9 @@ class Model(Part):
             shape = tokens.shape
         else:
             assert embeds is not None
-            if embeds.ndim != 3:
-                raise UserError(f"embeds must be (B, T, D), got {tuple(embeds.shape)}")
+            width = next(iter(self.spec.stacks.values())).d_model
+            if embeds.ndim != 3 or embeds.shape[2] != width:
+                raise UserError(f"embeds must be (B, T, {width}), got {tuple(embeds.shape)}")
             shape = embeds.shape[:2]
         if 0 in shape:
             raise UserError(f"the input is empty: {tuple(shape)}; give at least one row and one token")
@@ -159,6 +217,7 @@ class Model(Part):
     def _context(
         self,
         shape: torch.Size,
+        device: torch.device,
         segments: Tensor | None,
         positions: Tensor | None,
         types: Tensor | None,
@@ -166,6 +225,8 @@ class Model(Part):
         state: State | None,
     ) -> Context:
         batch, length = shape
+        if marks is not None and state is not None:
+            raise UserError("a state does not keep marks; call the model on the whole text, without a state")
         if segments is not None and _is_one_document(segments, state):
             segments = None
         chunk: Chunk | None = None
@@ -177,23 +238,24 @@ class Model(Part):
             aligned = state.aligned and chunk.uniform and segments is None
         else:
             aligned = segments is None and positions is None and marks is None
-            if positions is None:
-                positions = (
-                    torch.arange(length, device=self.device)[None]
-                    if segments is None
-                    else positions_from_segments(segments)
-                )
+            if positions is None and segments is not None:
+                positions = positions_from_segments(segments)
+            elif positions is None:
+                positions = torch.arange(length, device=device)[None]
         records = Records(positions, segments, marks)
-        return Context(records=records, aligned=aligned, types=types, state=state, chunk=chunk, taps=self.taps)
+        return Context(
+            records=records, aligned=aligned, batch_size=batch, types=types, state=state, chunk=chunk, taps=self.taps
+        )
 
     def _run_heads(self, out: Output, ctx: Context, targets: Tensor | dict[str, Tensor] | None, logits: str) -> None:
-        given = targets if isinstance(targets, dict) else {} if targets is None else {next(iter(self.heads)): targets}
+        heads: dict[str, Any] = dict(self.heads.items())
+        given = targets if isinstance(targets, dict) else {} if targets is None else {next(iter(heads), "lm"): targets}
         for name in given:
-            if name not in self.heads:
-                raise UserError(f"targets name the head '{name}'; this model has {', '.join(self.heads) or 'none'}")
-        for name, head in self.heads.items():
+            if name not in heads:
+                raise UserError(f"targets name the head '{name}'; this model has {', '.join(heads) or 'none'}")
+        for name, head in heads.items():
             if name in given:
-                out.losses[name] = head.loss(out.hidden, given[name], ctx)  # type: ignore[operator]
+                out.losses[name] = head.loss(out.hidden, given[name], ctx)
             if logits == "none":
                 continue
             hidden = _last_real(out.hidden, ctx) if logits == "last" and head.token_wise else out.hidden
@@ -203,6 +265,15 @@ class Model(Part):
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """The model itself is the root: its points have no prefix."""
         return value if ctx.taps is None else ctx.taps(name, value)
+
+
+def _check_per_token(name: str, given: Tensor | None, shape: torch.Size) -> None:
+    if given is None:
+        return
+    if given.shape != shape:
+        raise UserError(f"{name} are {tuple(given.shape)}, tokens {tuple(shape)}; they must agree")
+    if given.dtype not in (torch.int64, torch.int32):
+        raise UserError(f"{name} must be int64, got {given.dtype}")
 
 
 def _is_one_document(segments: Tensor, state: State | None) -> bool:

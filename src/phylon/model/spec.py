@@ -1,8 +1,10 @@
 """The residual algebra: branches, sublayers, blocks, stacks, models."""
 
+import msgspec
+
 from phylon.layers.inits import NormalInit
 from phylon.spec.base import Embed, Head, Init, Norm, Op, Shared, Spec
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_rate
 
 
 class Branch(Spec, frozen=True, kw_only=True):
@@ -15,8 +17,7 @@ class Branch(Spec, frozen=True, kw_only=True):
     drop: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.drop < 1:
-            raise UserError(f"drop must be at least 0 and below 1, got {self.drop}")
+        check_rate("drop", self.drop)
 
 
 class Sublayer(Spec, frozen=True, kw_only=True):
@@ -63,7 +64,7 @@ class Stack(Spec, frozen=True, kw_only=True):
     d_model: int
     embed: Embed
     blocks: tuple[Block, ...]
-    shared: dict[str, Shared] = {}
+    shared: dict[str, Shared] = msgspec.field(default_factory=dict)
     norm_final: Norm | None = None
     dropout: float = 0.0
 
@@ -72,6 +73,7 @@ class Stack(Spec, frozen=True, kw_only=True):
             raise UserError(f"d_model must be at least 1, got {self.d_model}")
         if not self.blocks:
             raise UserError("a stack needs at least one block")
+        check_rate("dropout", self.dropout)
 
     @property
     def n_branches(self) -> int:
@@ -94,7 +96,7 @@ class ModelSpec(Spec, frozen=True, kw_only=True):
 
     encoder: Stack | None = None
     decoder: Stack | None = None
-    heads: dict[str, Head] = {}
+    heads: dict[str, Head] = msgspec.field(default_factory=dict)
     ties: tuple[Tie, ...] = ()
     init: Init = NormalInit()
     max_seq_len: int | None = None

@@ -1,6 +1,6 @@
 """Recording intermediate tensors by name."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -28,11 +28,11 @@ class Recorder(dict[str, Tensor]):
 
 
 @contextmanager
-def record(model: "Model", *globs: str) -> Iterator[Recorder]:
+def record(model: "Model", *globs: str) -> Generator[Recorder]:
     """Record what matches ``globs``, for example ``"decoder.blocks.*.attn.z"``, during the forward passes inside.
 
-    Points: ``<stack>.embed.out``, ``<block>.resid_pre``, ``resid_mid``, ``resid_post``, ``<block>.attn.q``, ``k``, ``v``
-    (B, T, heads, E), ``scores``, ``weights`` (B, H, T, S), ``z`` (B, T, H, E), ``<block>.ffn.hidden`` (B, T, F),
+    Points: ``<stack>.embed.out``, ``<block>.resid_pre``, ``resid_mid``, ``resid_post``, ``<block>.attn.q``, ``k``,
+    ``v`` (B, T, heads, E), ``scores``, ``weights`` (B, H, T, S), ``z`` (B, T, H, E), ``<block>.ffn.hidden`` (B, T, F),
     ``<block>.<op>.out`` (B, T, D), ``<stack>.out``, ``heads.<name>.logits``. Asking for scores or weights runs the
     reference attention.
     """

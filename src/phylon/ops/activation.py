@@ -1,6 +1,7 @@
 """The named activations of feed-forward networks."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from phylon.spec.errors import UserError, did_you_mean
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
+    "tanh": torch.tanh,
 }
 """relu: Glorot et al. 2011; gelu, exact and by tanh: arXiv:1606.08415; silu: arXiv:1606.08415 and 1702.03118."""
 

@@ -1,6 +1,6 @@
 """One dispatch for every op: backends say what they support and why not, and the first that supports a call runs it."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -62,7 +62,7 @@ class Dispatch(Generic[C]):
         return [Reason(name, name == chosen and reason is None, reason) for name, reason in reasons.items()]
 
     @contextmanager
-    def force(self, name: str) -> Iterator[None]:
+    def force(self, name: str) -> Generator[None]:
         """Run every call inside the block on one backend."""
         self._named(name)
         before, self.forced = self.forced, name

@@ -48,8 +48,9 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, label_smoothing)
+    hidden, targets = hidden.flatten(0, -2), targets.flatten().long()
+    grad = torch.is_grad_enabled()
+    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, softcap, label_smoothing, grad)
     return Loss(total, count)
 
 
@@ -63,10 +64,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         softcap: float | None,
         smoothing: float,
+        grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
         compute_VD = weight_VD.to(hidden_ND.dtype)
-        need_h, need_w, need_b = ctx.needs_input_grad[:3]
+        need_h, need_w, need_b = (grad_enabled and need for need in ctx.needs_input_grad[:3])
         grad_h = torch.empty_like(hidden_ND) if need_h else None
         grad_w = torch.zeros_like(weight_VD, dtype=dtype) if need_w else None
         grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
@@ -74,8 +76,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = max(1, _CHUNK_BYTES // (weight_VD.shape[0] * torch.finfo(dtype).bits // 8))
         for start in range(0, hidden_ND.shape[0], rows):
             h_CD, t_C = hidden_ND[start : start + rows], targets_N[start : start + rows]
-            loss, grad_CV = _chunk(h_CD @ compute_VD.T, bias_V, t_C, softcap, smoothing, dtype)
+            loss, grad_CV = _chunk(
+                h_CD @ compute_VD.T, bias_V, t_C, softcap, smoothing, dtype, need_h or need_w or need_b
+            )
             total += loss
+            if grad_CV is None:
+                continue
             if grad_b is not None:
                 grad_b += grad_CV.sum(0)
             grad_CV = grad_CV.to(hidden_ND.dtype)
@@ -83,25 +89,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.matmul(grad_CV, compute_VD, out=grad_h[start : start + rows])
             if grad_w is not None:
                 grad_w += grad_CV.T @ h_CD
-        ctx.grads = (
-            grad_h,
-            None if grad_w is None else grad_w.to(weight_VD.dtype),
-            None if grad_b is None or bias_V is None else grad_b.to(bias_V.dtype),
-        )
+        # Of the sum; the weights' stay wide until the factor of the backward pass is in, so that they round once.
+        ctx.grads = (grad_h, grad_w, grad_b)
+        ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         count = (targets_N != IGNORE).sum()
         ctx.mark_non_differentiable(count)
         return total, count
 
     @staticmethod
-    def backward(ctx: Any, grad_total: Tensor, _grad_count: Tensor) -> tuple[Tensor | None, ...]:
-        grads = tuple(None if g is None else g * grad_total.to(g.dtype) for g in ctx.grads)
-        return (*grads, None, None, None)
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        grad_total: Tensor = grad_outputs[0]
+        # In the total's dtype: a factor such as 1 / count rounded to bf16 would scale every gradient of the model.
+        grads = tuple(
+            None if grad is None else (grad.to(grad_total.dtype) * grad_total).to(dtype)
+            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+        )
+        return (*grads, None, None, None, None)
 
 
 def _chunk(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None, smoothing: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """The summed loss of one chunk (C, V), and its gradient with respect to the logits before the cap."""
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    softcap: float | None,
+    smoothing: float,
+    dtype: torch.dtype,
+    need_grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The summed loss of one chunk (C, V), and its gradient with respect to the logits before the cap if needed."""
     logits = logits.to(dtype)
     if bias is not None:
         logits = logits + bias.to(dtype)
@@ -114,6 +129,8 @@ def _chunk(
     log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
     per_token = log_z - (1 - smoothing) * logits.gather(-1, index) - smoothing * logits.mean(-1, keepdim=True)
     loss = per_token[:, 0].masked_fill(~valid, 0).sum()
+    if not need_grad:
+        return loss, None
     grad = torch.exp(logits - log_z)
     grad.scatter_add_(-1, index, torch.full_like(index, -(1 - smoothing), dtype=dtype))
     if smoothing:

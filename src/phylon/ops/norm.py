@@ -6,13 +6,13 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension. Zhang and Sennrich (arXiv:1910.07467), equation 4."""
+    """``x / sqrt(mean(x^2) + eps) * weight``, rounded once. Zhang and Sennrich (arXiv:1910.07467), equation 4."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     if x.dtype == dtype:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     wide = x.to(dtype)
-    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    return normed if weight is None else normed * weight
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:

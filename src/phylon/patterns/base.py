@@ -4,12 +4,14 @@ A pattern compares records of queries and keys. Two queries with equal records s
 memory. Patterns compose with ``&`` and ``|``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from phylon.spec.base import Mechanism, Slot
+from phylon.spec.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,19 @@ class Records:
 
     def as_queries(self) -> "Records":
         """Every field as (B or 1, 1, N, 1), ready to broadcast against keys."""
-        return Records(*(None if f is None else f[:, None, :, None] for f in self._fields()))  # type: ignore[arg-type]
+        return self._map(lambda field: field[:, None, :, None])
 
     def as_keys(self) -> "Records":
         """Every field as (B or 1, 1, 1, N)."""
-        return Records(*(None if f is None else f[:, None, None, :] for f in self._fields()))  # type: ignore[arg-type]
+        return self._map(lambda field: field[:, None, None, :])
 
-    def _fields(self) -> tuple[Tensor | None, ...]:
-        return self.positions, self.segments, self.marks
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Records":
+        segments = None if self.segments is None else change(self.segments)
+        return Records(change(self.positions), segments, None if self.marks is None else change(self.marks))
 
 
-class PatternSlot(Slot):
-    """The slot that patterns fill."""
+class Pattern(Slot):
+    """The slot that patterns fill, with composition."""
 
     def allowed(self, query: Records, key: Records) -> Tensor:
         """Boolean (B or 1, H or 1, T, S): may this query look at this key? The arguments broadcast."""
@@ -53,21 +56,22 @@ class PatternSlot(Slot):
         """How many of the last keys a query may need, itself included; ``None`` when there is no bound."""
         return None
 
-
-class Pattern(PatternSlot):
-    """Base of all patterns, with composition."""
-
     def __and__(self, other: "Pattern") -> "Pattern":
-        return And(patterns=(*_parts(self, And), *_parts(other, And)))
+        mine, theirs = (p.patterns if isinstance(p, And) else (p,) for p in (self, other))
+        return And(patterns=(*mine, *theirs))
 
     def __or__(self, other: "Pattern") -> "Pattern":
-        return Or(patterns=(*_parts(self, Or), *_parts(other, Or)))
+        mine, theirs = (p.patterns if isinstance(p, Or) else (p,) for p in (self, other))
+        return Or(patterns=(*mine, *theirs))
 
 
 class And(Mechanism, Pattern, frozen=True, kw_only=True):
     """Allowed where every part allows."""
 
     patterns: tuple[Pattern, ...]
+
+    def __post_init__(self) -> None:
+        _check_parts(self.patterns)
 
     def allowed(self, query: Records, key: Records) -> Tensor:
         result = self.patterns[0].allowed(query, key)
@@ -89,6 +93,9 @@ class Or(Mechanism, Pattern, frozen=True, kw_only=True):
 
     patterns: tuple[Pattern, ...]
 
+    def __post_init__(self) -> None:
+        _check_parts(self.patterns)
+
     def allowed(self, query: Records, key: Records) -> Tensor:
         result = self.patterns[0].allowed(query, key)
         for pattern in self.patterns[1:]:
@@ -105,8 +112,9 @@ class Or(Mechanism, Pattern, frozen=True, kw_only=True):
         return None if None in reaches else max(r for r in reaches if r is not None)
 
 
-def _parts(pattern: Pattern, kind: type) -> tuple[Pattern, ...]:
-    return pattern.patterns if isinstance(pattern, kind) else (pattern,)  # type: ignore[attr-defined]
+def _check_parts(patterns: tuple[Pattern, ...]) -> None:
+    if not patterns:
+        raise UserError("a composed pattern needs at least one part")
 
 
 def aligned(n_queries: int, n_keys: int, device: torch.device) -> tuple[Records, Records]:

@@ -32,7 +32,7 @@ class Causal(Mechanism, Pattern, frozen=True, kw_only=True):
 
 
 class Window(Mechanism, Pattern, frozen=True, kw_only=True):
-    """A causal window of ``size`` tokens: itself and the ``size - 1`` before it. Mistral 7B (arXiv:2310.06825), section 2."""
+    """A causal window of ``size`` tokens: itself and the ``size - 1`` before it. Mistral 7B (arXiv:2310.06825), §2."""
 
     size: int
 
@@ -53,7 +53,7 @@ class Window(Mechanism, Pattern, frozen=True, kw_only=True):
 
 
 class SymmetricWindow(Mechanism, Pattern, frozen=True, kw_only=True):
-    """At most ``radius`` tokens away on either side. Longformer (arXiv:2004.05150), section 3.1 (its w is 2 x radius)."""
+    """At most ``radius`` tokens away on either side. Longformer (arXiv:2004.05150), §3.1 (its w is 2 x radius)."""
 
     radius: int
 

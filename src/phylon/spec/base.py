@@ -6,9 +6,16 @@ which looks the kind up in the registry (``spec.registry``).
 """
 
 import re
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Role = Literal["in", "out", "embed", "head"]
+"""What a weight is for: "out" is the last map of a residual branch."""
 
 
 def snake_case(name: str) -> str:
@@ -19,7 +26,7 @@ def snake_case(name: str) -> str:
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A node of a typed spec tree. Optional parts are ``X | None`` and default to ``None``."""
 
-    def replace(self, **changes: object) -> Self:
+    def replace(self, **changes: Any) -> Self:
         """The same spec with the named fields changed (validated again)."""
         return msgspec.structs.replace(self, **changes)
 
@@ -71,13 +78,29 @@ class Position(Slot):
 class RopeScaling(Slot):
     """Changes the frequencies of a rotary embedding."""
 
+    def scale(self, inv_freq: "Tensor", theta: float) -> "tuple[Tensor, float]":
+        """New frequencies (dim / 2,) in radians a token, and the factor on cosines and sines."""
+        raise NotImplementedError
+
 
 class Head(Slot):
     """Turns final hidden states into predictions, and into a loss when targets are given."""
 
 
+class Pool(Slot):
+    """Turns the hidden states of a document into one vector."""
+
+
 class Init(Slot):
     """How the weights of a new model are drawn."""
+
+    def draw(self, weight: "Tensor", role: Role, n_branches: int, generator: "torch.Generator") -> None:
+        """Fill ``weight`` in place; ``n_branches`` is the number of residual branches of its stack."""
+        raise NotImplementedError
+
+
+class ScoreBias(Slot):
+    """A bias on attention scores, by where query and key stand."""
 
 
 class Shared(Slot):

@@ -11,6 +11,12 @@ class UserError(ValueError):
     """
 
 
+def check_rate(name: str, rate: float) -> None:
+    """Refuse a dropout rate outside [0, 1)."""
+    if not 0 <= rate < 1:
+        raise UserError(f"{name} must be at least 0 and below 1, got {rate}")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``" (did you mean 'x'?)"`` for the nearest known name, or the short list of what is known."""
     names = sorted(known)

@@ -1,17 +1,20 @@
 """Dotted overrides with wildcards: ``decoder.blocks.*.attn.pattern.size=64`` on a spec tree."""
 
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
-
-import msgspec
 
 from phylon.spec.base import Spec
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.serial import from_data
 
 S = TypeVar("S", bound=Spec)
+
+
+class _NoSuchPlace(UserError):
+    """The path names nothing here; under a ``*`` other elements may still have it."""
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -33,7 +36,7 @@ def parse_value(text: str) -> Any:
 
 
 def override(spec: S, changes: Mapping[str, Any]) -> S:
-    """``spec`` with every path in ``changes`` set. ``*`` matches every element; at least one place must match."""
+    """``spec`` with every path in ``changes`` set. ``*`` stands for every element that has the rest of the path."""
     for path, value in changes.items():
         spec = _set(spec, path.split("."), value, path)
     return spec
@@ -44,18 +47,28 @@ def _set(node: Any, parts: list[str], value: Any, path: str) -> Any:
     if isinstance(node, Spec):
         return _set_field(node, head, rest, value, path)
     if isinstance(node, tuple):
-        indices = range(len(node)) if head == "*" else [_index(head, len(node), path)]
-        items = list(node)
-        for i in indices:
-            items[i] = _set(items[i], rest, value, path) if rest else value
-        return tuple(items)
+        indices = list(range(len(node))) if head == "*" else [_index(head, len(node), path)]
+        return tuple(_set_items(dict(enumerate(node)), indices, rest, value, path).values())
     if isinstance(node, dict):
         keys = list(node) if head == "*" else [head]
         unknown = [key for key in keys if key not in node]
         if unknown:
-            raise UserError(f"'{path}': no entry '{head}'{did_you_mean(head, node)}")
-        return node | {key: _set(node[key], rest, value, path) if rest else value for key in keys}
-    raise UserError(f"'{path}': nothing below '{head}' can be set ({type(node).__name__} has no fields)")
+            raise _NoSuchPlace(f"'{path}': no entry '{head}'{did_you_mean(head, node)}")
+        return _set_items(node, keys, rest, value, path)
+    raise _NoSuchPlace(f"'{path}': nothing below '{head}' can be set ({type(node).__name__} has no fields)")
+
+
+def _set_items(items: dict[Any, Any], keys: list[Any], rest: list[str], value: Any, path: str) -> dict[Any, Any]:
+    """``items`` with ``value`` at the places that exist; an error when none does."""
+    changed, missing = {}, None
+    for key in keys:
+        try:
+            changed[key] = _set(items[key], rest, value, path) if rest else value
+        except _NoSuchPlace as error:
+            missing = error
+    if not changed:
+        raise missing or _NoSuchPlace(f"'{path}': '*' matches nothing, there are no elements")
+    return items | changed
 
 
 def _set_field(node: Spec, head: str, rest: list[str], value: Any, path: str) -> Any:
@@ -64,11 +77,8 @@ def _set_field(node: Spec, head: str, rest: list[str], value: Any, path: str) ->
         return _set(node, aliases[head].split(".") + rest, value, path)
     if head not in node.__struct_fields__:
         known = [*node.__struct_fields__, *aliases]
-        raise UserError(f"'{path}': unknown field '{head}' of {type(node).__name__}{did_you_mean(head, known)}")
-    if rest:
-        new = _set(getattr(node, head), rest, value, path)
-    else:
-        new = _convert(node, head, value, path)
+        raise _NoSuchPlace(f"'{path}': unknown field '{head}' of {type(node).__name__}{did_you_mean(head, known)}")
+    new = _convert(node, head, _set(getattr(node, head), rest, value, path) if rest else value, path)
     try:
         return node.replace(**{head: new})
     except (ValueError, TypeError) as error:
@@ -78,12 +88,12 @@ def _set_field(node: Spec, head: str, rest: list[str], value: Any, path: str) ->
 def _convert(node: Spec, name: str, value: Any, path: str) -> Any:
     hint = typing.get_type_hints(type(node))[name]
     try:
-        return from_data(hint, msgspec.to_builtins(value) if isinstance(value, Spec) else value)
+        return from_data(hint, value)
     except UserError as error:
         raise UserError(f"'{path}': {error}") from None
 
 
 def _index(text: str, length: int, path: str) -> int:
-    if not text.lstrip("-").isdigit() or not -length <= int(text) < length:
-        raise UserError(f"'{path}': '{text}' is not an index from 0 to {length - 1}, nor '*'")
-    return int(text)
+    if not re.fullmatch(r"-?[0-9]{1,9}", text) or not -length <= int(text) < length:
+        raise _NoSuchPlace(f"'{path}': '{text}' is not an index from 0 to {length - 1}, nor '*'")
+    return int(text) % length

@@ -1,4 +1,4 @@
-"""The registry: every mechanism and family enters it once, and tests, docs, accounting and the converter iterate over it."""
+"""The registry: every mechanism enters it once; tests, docs, accounting and the converter iterate over it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class Entry:
     slot: type[Slot]
     module: Callable[..., Any] | None
     paper: str
-    cases: Callable[[], Iterable[Mechanism]]
+    cases: Callable[[], Iterable[Slot]]
     flops: Callable[[Any, int, int], int] | None
     exceptions: Mapping[str, str] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ def register(
     *,
     module: Callable[..., Any] | None = None,
     paper: str,
-    cases: Callable[[], Iterable[Mechanism]],
+    cases: Callable[[], Iterable[Slot]],
     flops: Callable[[Any, int, int], int] | None = None,
     exceptions: Mapping[str, str] | None = None,
 ) -> None:
@@ -69,8 +69,9 @@ def entries(slot: type[Slot] = Slot) -> Iterator[Entry]:
     yield from sorted((e for e in _entries.values() if issubclass(e.spec, slot)), key=lambda e: e.kind)
 
 
-def entry_of(spec: Mechanism | type[Mechanism]) -> Entry:
+def entry_of(spec: Slot) -> Entry:
     """The entry of a mechanism."""
+    assert isinstance(spec, Mechanism), f"{type(spec).__name__} is no mechanism"
     return _entries[str(spec.__struct_config__.tag)]
 
 
@@ -83,7 +84,7 @@ def find(slot: type[Slot], kind: str) -> type[Mechanism]:
     return entry.spec
 
 
-def build(spec: Mechanism, *args: Any) -> Any:
+def build(spec: Slot, *args: Any) -> Any:
     """The module a mechanism describes."""
     module = entry_of(spec).module
     assert module is not None, f"{type(spec).__name__} describes no module"

@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.part import Embedding, Part
 from phylon.spec.base import Embed, Mechanism, Norm, Position
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -28,6 +28,9 @@ class TokenEmbed(Mechanism, Embed, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.n_types is not None and self.n_types < 1:
+            raise UserError(f"n_types must be at least 1, got {self.n_types}")
+        check_rate("dropout", self.dropout)
 
 
 class TokenEmbedModule(Part):
@@ -43,23 +46,31 @@ class TokenEmbedModule(Part):
         """``tokens`` (B, T), or their vectors ``embeds`` (B, T, D) in place of the table's."""
         if embeds is None:
             assert tokens is not None
-            embeds = self.tokens(self._in_range(tokens))
+            embeds = self.tokens(_in_range(tokens, self.spec.vocab_size, "token id", "the vocabulary"))
         x = embeds if self.spec.scale is None else embeds * self.spec.scale
         if self.types is not None:
-            x = x + self.types(torch.zeros_like(ctx.records.positions) if ctx.types is None else ctx.types)
+            x = x + self._type_vectors(ctx)
+        elif ctx.types is not None:
+            raise UserError("this model has no segment types; leave out 'types'")
         if self.positions is not None:
             x = x + self.positions(ctx.records.positions).to(x.dtype)
         x = x if self.norm is None else self.norm(x)
         return dropped(x, self.spec.dropout, self.training)
 
-    def _in_range(self, tokens: Tensor) -> Tensor:
-        # On a GPU the look-up itself traps, and asking would cost a synchronisation.
-        if tokens.device.type == "cpu" and tokens.numel():
-            low, high = (int(t) for t in torch.aminmax(tokens))
-            if low < 0 or high >= self.spec.vocab_size:
-                wrong = low if low < 0 else high
-                raise UserError(f"token id {wrong} is out of range: the vocabulary has {self.spec.vocab_size} entries")
-        return tokens
+    def _type_vectors(self, ctx: Context) -> Tensor:
+        assert self.types is not None
+        if ctx.types is None:
+            return self.types.weight[0]
+        return self.types(_in_range(ctx.types, self.types.num_embeddings, "type", "the model"))
+
+
+def _in_range(ids: Tensor, n: int, what: str, where: str) -> Tensor:
+    # On a GPU the look-up itself traps, and asking would cost a synchronisation.
+    if ids.device.type == "cpu" and ids.numel():
+        low, high = (int(i) for i in torch.aminmax(ids))
+        if low < 0 or high >= n:
+            raise UserError(f"{what} {low if low < 0 else high} is out of range: {where} has {n} entries")
+    return ids
 
 
 register(

@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.part import Linear, Part
 from phylon.ops.activation import ACTIVATIONS, check_activation
 from phylon.spec.base import FeedForward, Mechanism
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import register
 
 
@@ -24,6 +24,7 @@ class MLP(Mechanism, FeedForward, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self.d_ff, self.activation)
+        check_rate("dropout", self.dropout)
 
 
 class GLU(Mechanism, FeedForward, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class GLU(Mechanism, FeedForward, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self.d_ff, self.activation)
+        check_rate("dropout", self.dropout)
 
 
 def _check(d_ff: int, activation: str) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from phylon.layers.context import Context
 from phylon.layers.part import Linear, Part
-from phylon.ops.loss import Loss, linear_cross_entropy
+from phylon.ops.loss import IGNORE, Loss, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -27,6 +27,8 @@ class LMHead(Mechanism, Head, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"softcap must be above 0, got {self.softcap}")
 
 
 class LMHeadModule(Part):
@@ -48,8 +50,11 @@ class LMHeadModule(Part):
         """Summed cross-entropy and its count, without the (B, T, V) logits."""
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
-        if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
-            raise UserError(f"target id {int(targets.max())} is out of range: the head has {self.spec.vocab_size}")
+        if targets.device.type == "cpu":
+            wrong = targets[((targets < 0) & (targets != IGNORE)) | (targets >= self.spec.vocab_size)]
+            if len(wrong):
+                n = self.spec.vocab_size
+                raise UserError(f"target id {int(wrong[0])} is out of range: the head has {n}, and {IGNORE} is ignored")
         hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
         weight, bias = self.proj.weight, self.proj.bias
         return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=self.spec.softcap)

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 from phylon.layers.context import Context
+from phylon.layers.norms import RMSNorm
 from phylon.layers.part import Linear, Part
-from phylon.layers.positions.rotary import Rotary, Rotation, rotate
+from phylon.layers.positions.rotary import Rotary, Rotation
+from phylon.layers.positions.score_bias import Alibi, alibi_slopes
 from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Full, Pattern, Records, Window
-from phylon.spec.base import Mechanism, Mixer, Norm
-from phylon.spec.errors import UserError
+from phylon.spec.base import Mechanism, Mixer, Norm, ScoreBias
+from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -34,6 +36,7 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     out_bias: bool = False
     pattern: Pattern = Causal()
     rotary: Rotation | None = None
+    score_bias: ScoreBias | None = None
     qk_norm: Norm | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -45,10 +48,11 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"dropout must be at least 0 and below 1, got {self.dropout}")
-        if isinstance(self.rotary, Rotary):
-            self.rotary.width(self.head_dim)
+        check_rate("dropout", self.dropout)
+        if self.rotary is not None:
+            self.rotary.check(self.head_dim)
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"softcap must be above 0, got {self.softcap}")
 
     def streams(self) -> str | None:
         if self.pattern.streams:
@@ -67,6 +71,7 @@ class AttentionModule(Part):
         self.o_proj = Linear(heads * width, d_model, bias=spec.out_bias, role="out")
         self.q_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
         self.k_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
+        self.score_bias = None if spec.score_bias is None else build(spec.score_bias, heads)
         self.scale = 1 / math.sqrt(width) if spec.scale is None else spec.scale
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -75,10 +80,10 @@ class AttentionModule(Part):
         k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if isinstance(spec.rotary, Rotary):
-            tables = spec.rotary.in_context(ctx, spec.head_dim)
-            q, k = rotate(q, tables), rotate(k, tables)
+            # Under autocast a norm answers in fp32.
+            q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
+        if spec.rotary is not None:
+            q, k = spec.rotary.turn(q, ctx), spec.rotary.turn(k, ctx)
         q, k, v = self.tap(ctx, "q", q), self.tap(ctx, "k", k), self.tap(ctx, "v", v)
         query: Records | None = None if ctx.aligned else ctx.records
         key = query
@@ -94,19 +99,14 @@ class AttentionModule(Part):
             pattern=spec.pattern,
             query=query,
             key=key,
+            bias=None if self.score_bias is None else self.score_bias(ctx),
             scale=self.scale,
             softcap=spec.softcap,
             dropout=dropout,
             seed=int(torch.randint(2**31, ())) if dropout else 0,
-            tap=self._score_tap(ctx),
+            tap=self.score_tap(ctx),
         )
         return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
-
-    def _score_tap(self, ctx: Context):
-        taps = ctx.taps
-        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
-            return None
-        return lambda name, value: self.tap(ctx, name, value)
 
     def add_state(self, state: State, max_len: int | None) -> None:
         """Give ``state`` this mixer's part: rolling where the pattern bounds how far a query reaches back."""
@@ -126,13 +126,15 @@ def _flops(spec: Attention, width: int, n_keys: int) -> int:
 
 
 def _cases() -> list[Attention]:
-    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+    grouped = Attention(n_heads=4, n_kv_heads=2, head_dim=8, rotary=Rotary())
     return [
         Attention(n_heads=4, n_kv_heads=4, head_dim=8, qkv_bias=True, out_bias=True),
         Attention(n_heads=3, n_kv_heads=1, head_dim=10, rotary=Rotary()),
-        Attention(**heads, rotary=Rotary(dim=4), pattern=Window(size=4)),
-        Attention(**heads, rotary=Rotary(), softcap=5.0, scale=0.3),
-        Attention(**heads, pattern=Full()),
+        grouped.replace(rotary=Rotary(dim=4), pattern=Window(size=4)),
+        grouped.replace(softcap=5.0, scale=0.3),
+        grouped.replace(rotary=None, score_bias=Alibi(slopes=alibi_slopes(4))),
+        grouped.replace(qk_norm=RMSNorm()),
+        grouped.replace(rotary=None, pattern=Full()),
     ]
 
 

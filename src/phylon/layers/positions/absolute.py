@@ -33,6 +33,8 @@ class Sinusoids(Mechanism, Position, frozen=True, kw_only=True):
     layout: str = "interleaved"
 
     def __post_init__(self) -> None:
+        if not self.theta > 1:
+            raise UserError(f"theta must be above 1, got {self.theta}")
         if self.layout not in ("interleaved", "halves"):
             raise UserError(f"layout must be 'interleaved' or 'halves', got '{self.layout}'")
 
@@ -47,8 +49,11 @@ class LearnedPositionsModule(Part):
         init.draw(self.weight, "embed")
 
     def forward(self, positions: Tensor) -> Tensor:
-        if positions.device.type in ("cpu", "meta") and positions.numel() and not positions.is_meta:
-            last = int(positions.max())
+        # On a GPU the look-up itself traps, and asking would cost a synchronisation.
+        if positions.device.type == "cpu" and positions.numel():
+            first, last = (int(p) for p in torch.aminmax(positions))
+            if first < 0:
+                raise UserError(f"position {first} is negative")
             if last >= self.max_seq_len:
                 raise UserError(f"position {last} is beyond the {self.max_seq_len} the model has; shorten the text")
         return nn.functional.embedding(positions, self.weight)
@@ -61,14 +66,16 @@ class SinusoidsModule(Part):
 
     def forward(self, positions: Tensor) -> Tensor:
         """(B or 1, T, D) in fp32."""
-        n_pairs = (self.width + 1) // 2
-        inv_freq = self.spec.theta ** (-torch.arange(n_pairs, dtype=torch.float64) * 2 / self.width)
-        angles = positions.double()[..., None] * inv_freq.to(positions.device)
+        device = positions.device
+        # MPS has no fp64.
+        positions = positions.cpu() if device.type == "mps" else positions
+        pairs = torch.arange((self.width + 1) // 2, dtype=torch.float64, device=positions.device)
+        angles = positions.double()[..., None] * self.spec.theta ** (-pairs * 2 / self.width)
         if self.spec.layout == "halves":
             table = torch.cat([angles.sin(), angles.cos()[..., : self.width // 2]], dim=-1)
         else:
             table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., : self.width]
-        return table.to(torch.float32)
+        return table.to(torch.float32).to(device)
 
 
 register(

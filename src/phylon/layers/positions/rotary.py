@@ -1,13 +1,12 @@
 """Rotary position embedding, and the ways its frequencies are stretched to longer texts."""
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from phylon.layers.context import Context
-from phylon.spec.base import Mechanism, RopeScaling, Slot, Spec
+from phylon.spec.base import Mechanism, RopeScaling, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 
@@ -16,6 +15,9 @@ class LinearScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
     """Position interpolation: every frequency divided by ``factor``. Chen et al. (arXiv:2306.15595), equation 4."""
 
     factor: float
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
 
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
         return inv_freq / self.factor, 1.0
@@ -26,9 +28,11 @@ class NTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
     factor: float
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
-        dim = 2 * len(inv_freq)
-        return _frequencies(theta * self.factor ** (dim / (dim - 2)), dim), 1.0
+        return _stretched(inv_freq, theta, self.factor), 1.0
 
 
 class DynamicNTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
@@ -43,11 +47,12 @@ class DynamicNTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
     original_max_seq_len: int
     seq_len: int
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor, self.original_max_seq_len)
+
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
-        dim = 2 * len(inv_freq)
         stretch = max(1.0, self.seq_len / self.original_max_seq_len)
-        grown = self.factor * stretch - (self.factor - 1)
-        return _frequencies(theta * grown ** (dim / (dim - 2)), dim), 1.0
+        return _stretched(inv_freq, theta, self.factor * stretch - (self.factor - 1)), 1.0
 
 
 class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
@@ -66,6 +71,11 @@ class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
     attention_factor: float | None = None
     round_ramp: bool = True
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor, self.original_max_seq_len)
+        if not self.beta_fast > self.beta_slow > 0:
+            raise UserError(f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}, and that above 0")
+
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
         dim = 2 * len(inv_freq)
 
@@ -76,7 +86,7 @@ class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
         if self.round_ramp:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        pairs = torch.arange(len(inv_freq), dtype=torch.float64)
+        pairs = torch.arange(len(inv_freq), dtype=torch.float64, device=inv_freq.device)
         ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
         factor = self.attention_factor
         if factor is None:
@@ -85,7 +95,10 @@ class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
 
 class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
-    """By wavelength: long ones divided by ``factor``, short ones kept, smooth between. Llama 3 (arXiv:2407.21783), released code."""
+    """By wavelength: long ones divided by ``factor``, short ones kept, smooth between.
+
+    Llama 3 (arXiv:2407.21783), section 3.4.2, in the form of the released code.
+    """
 
     factor: float
     low_freq_factor: float
@@ -93,6 +106,7 @@ class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
     original_max_seq_len: int
 
     def __post_init__(self) -> None:
+        _check_factor(self.factor, self.original_max_seq_len)
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
@@ -105,8 +119,34 @@ class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
         return (1 - smooth) * inv_freq / self.factor + smooth * inv_freq, 1.0
 
 
+class FrequencyFactors(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """Each frequency divided by a number of its own, as GGUF stores it. LongRoPE (arXiv:2402.13753), section 3.2."""
+
+    factors: tuple[float, ...]
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        if len(self.factors) != len(inv_freq):
+            raise UserError(f"{len(self.factors)} frequency factors do not fit {len(inv_freq)} rotary pairs")
+        return inv_freq / torch.tensor(self.factors, dtype=torch.float64), 1.0
+
+
+def _check_factor(factor: float, original_max_seq_len: int = 1) -> None:
+    if not factor > 0:
+        raise UserError(f"the scaling factor must be above 0, got {factor}")
+    if original_max_seq_len < 1:
+        raise UserError(f"original_max_seq_len must be at least 1, got {original_max_seq_len}")
+
+
 class Rotation(Slot):
     """The slot of a mixer for a rotation of queries and keys."""
+
+    def check(self, head_dim: int) -> None:
+        """Raise ``UserError`` where heads of ``head_dim`` cannot be turned."""
+        raise NotImplementedError
+
+    def turn(self, x: Tensor, ctx: Context) -> Tensor:
+        """``x`` (B, T, H, E) turned by the positions of this call."""
+        raise NotImplementedError
 
 
 class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
@@ -134,15 +174,26 @@ class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
             raise UserError(f"rotary dim {width} does not fit a head of {head_dim}: it must be even and no larger")
         return width
 
+    def check(self, head_dim: int) -> None:
+        self.width(head_dim)
+
+    def turn(self, x: Tensor, ctx: Context) -> Tensor:
+        return rotate(x, self.in_context(ctx, x.shape[-1]))
+
     def tables(self, positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines (B or 1, T, 1, dim / 2) in fp32, at integer ``positions`` (B or 1, T)."""
-        inv_freq, factor = _scaled(self, self.width(head_dim))
         device = positions.device
-        if device.type == "mps":
-            positions = positions.cpu()
-        angles = positions.double()[..., None, None] * inv_freq.to(positions.device)
+        # MPS has no fp64.
+        positions = positions.cpu() if device.type == "mps" else positions
+        inv_freq, factor = self.frequencies(head_dim, positions.device)
+        angles = positions.double()[..., None, None] * inv_freq
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cos.to(torch.float32).to(device), sin.to(torch.float32).to(device)
+
+    def frequencies(self, head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """Inverse frequencies (dim / 2,) in fp64, and the factor on cosines and sines."""
+        inv_freq = _frequencies(self.theta, self.width(head_dim), torch.device(device))
+        return (inv_freq, 1.0) if self.scaling is None else self.scaling.scale(inv_freq, self.theta)
 
     def in_context(self, ctx: Context, head_dim: int) -> tuple[Tensor, Tensor]:
         """The tables at this call's positions, computed once per forward pass."""
@@ -158,32 +209,30 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], dim=-1)
 
 
-def _frequencies(theta: float, dim: int) -> Tensor:
-    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+def _frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
+    return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
 
 
-@lru_cache(maxsize=64)
-def _scaled(spec: Rotary, dim: int) -> tuple[Tensor, float]:
-    inv_freq = _frequencies(spec.theta, dim)
-    if spec.scaling is None:
-        return inv_freq, 1.0
-    return spec.scaling.scale(inv_freq, spec.theta)  # type: ignore[attr-defined]
+def _stretched(inv_freq: Tensor, theta: float, factor: float) -> Tensor:
+    """Frequencies of ``theta x factor ** (dim / (dim - 2))``: the last pair divided by ``factor``, the first kept."""
+    dim = 2 * len(inv_freq)
+    if dim == 2:
+        raise UserError("NTK scaling needs a rotary dim of at least 4")
+    return _frequencies(theta * factor ** (dim / (dim - 2)), dim, inv_freq.device)
 
 
-_SCALINGS: list[Spec] = [
-    LinearScaling(factor=2.0),
-    NTKScaling(factor=2.0),
-    DynamicNTKScaling(factor=2.0, original_max_seq_len=8, seq_len=32),
-    YarnScaling(factor=4.0, original_max_seq_len=8),
-    Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8),
-]
-register(LinearScaling, paper="arXiv:2306.15595 eq. 4", cases=lambda: [_SCALINGS[0]])  # type: ignore[list-item]
-register(NTKScaling, paper="arXiv:2309.00071 §3.1", cases=lambda: [_SCALINGS[1]])  # type: ignore[list-item]
-register(DynamicNTKScaling, paper="arXiv:2309.00071 §3.3", cases=lambda: [_SCALINGS[2]])  # type: ignore[list-item]
-register(YarnScaling, paper="arXiv:2309.00071 §3.2, 3.4", cases=lambda: [_SCALINGS[3]])  # type: ignore[list-item]
-register(Llama3Scaling, paper="arXiv:2407.21783", cases=lambda: [_SCALINGS[4]])  # type: ignore[list-item]
+_LLAMA3 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8)
+_YARN = YarnScaling(factor=4.0, original_max_seq_len=8)
+_DYNAMIC = DynamicNTKScaling(factor=2.0, original_max_seq_len=8, seq_len=32)
+
+register(LinearScaling, paper="arXiv:2306.15595 eq. 4", cases=lambda: [LinearScaling(factor=2.0)])
+register(NTKScaling, paper="arXiv:2309.00071 §3.1", cases=lambda: [NTKScaling(factor=2.0)])
+register(DynamicNTKScaling, paper="arXiv:2309.00071 §3.3", cases=lambda: [_DYNAMIC])
+register(YarnScaling, paper="arXiv:2309.00071 §3.2, 3.4", cases=lambda: [_YARN, _YARN.replace(round_ramp=False)])
+register(Llama3Scaling, paper="arXiv:2407.21783 §3.4.2", cases=lambda: [_LLAMA3])
 register(
-    Rotary,
-    paper="arXiv:2104.09864 §3.2.2",
-    cases=lambda: [Rotary(), Rotary(dim=4), *(Rotary(scaling=s) for s in _SCALINGS)],  # type: ignore[arg-type]
+    FrequencyFactors, paper="arXiv:2402.13753 §3.2", cases=lambda: [FrequencyFactors(factors=(1.0, 2.0, 4.0, 8.0))]
+)
+register(
+    Rotary, paper="arXiv:2104.09864 §3.2.2", cases=lambda: [Rotary(), Rotary(dim=4), Rotary(theta=500.0, scaling=_YARN)]
 )

@@ -51,6 +51,9 @@ class FullIndex:
     def commit(self, chunk: Chunk, lengths: list[int]) -> None:
         """Nothing to do: the tokens are in their slots."""
 
+    def rollback(self) -> None:
+        """Nothing to do: ``begin`` clears what lies beyond a row's length."""
+
     def crop(self, lengths: list[int]) -> None:
         for row, length in enumerate(lengths):
             self.segments[row, length:] = 0
@@ -70,11 +73,6 @@ class RollingIndex:
 
     def begin(self, chunk: Chunk, lengths: list[int]) -> None:
         """A single token per row goes straight into its slot, whose old token no later query may see any more."""
-        if self._undo is not None:
-            # The previous forward pass never finished: what it entered must not count.
-            positions, segments, slot = self._undo
-            self.positions[:, slot], self.segments[:, slot] = positions, segments
-            self._undo = None
         self.chunk = chunk
         self.n_kept = min(max(lengths), self.window)
         self.slot = None
@@ -118,6 +116,13 @@ class RollingIndex:
             new = new.expand(len(lengths), chunk.n_tokens)
             self.segments[row, slot] = new[row, column].to(torch.int32)
         self.chunk = None
+
+    def rollback(self) -> None:
+        """Forget the chunk of a forward pass that failed."""
+        if self._undo is not None:
+            positions, segments, slot = self._undo
+            self.positions[:, slot], self.segments[:, slot] = positions, segments
+        self._undo = self.chunk = None
 
     def crop(self, lengths: list[int]) -> None:
         for row, length in enumerate(lengths):

@@ -29,6 +29,9 @@ class KVState:
     def commit(self, chunk: Chunk, state: "State") -> None:
         """Called once, after the whole forward pass."""
 
+    def rollback(self) -> None:
+        """Called when the forward pass failed: the state must be as before it."""
+
     def select(self, rows: Tensor) -> "KVState":
         """A state of the given rows, in that order, repeats allowed."""
         new = object.__new__(type(self))
@@ -72,7 +75,27 @@ class FullKV(KVState):
             row, column, slot = index.slots
             self.k[row, slot], self.v[row, slot] = k[row, column].to(self.k.dtype), v[row, column].to(self.v.dtype)
         records = None if state.chunk_aligned else state.memo(("records", None), index.records)
-        return self.k[:, : index.n_keys], self.v[:, : index.n_keys], records
+        return self.k[:, : index.n_keys].to(k.dtype), self.v[:, : index.n_keys].to(v.dtype), records
+
+
+class CrossKV(KVState):
+    """Keys and values of the encoder's output, computed once, by the first forward pass."""
+
+    def __init__(self, batch: int, heads: int, width: int, like: Tensor) -> None:
+        self.k = like.new_zeros(batch, 0, heads, width)
+        self.v = like.new_zeros(batch, 0, heads, width)
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Keep ``k`` and ``v`` (B, S, K, E) once the forward pass commits."""
+        self._pending = (k, v)
+
+    def commit(self, chunk: Chunk, state: "State") -> None:
+        if self._pending is not None:
+            (self.k, self.v), self._pending = self._pending, None
+
+    def rollback(self) -> None:
+        self._pending = None
 
 
 class RollingKV(KVState):
@@ -83,20 +106,29 @@ class RollingKV(KVState):
         self.k = like.new_zeros(batch, window, heads, widths[0])
         self.v = like.new_zeros(batch, window, heads, widths[1])
         self._pending: tuple[Tensor, Tensor] | None = None
+        self._undo: tuple[Tensor, Tensor, int] | None = None
 
     def append(self, k: Tensor, v: Tensor, state: "State") -> tuple[Tensor, Tensor, Records | None]:
         index = state.index(self.window)
         assert isinstance(index, RollingIndex)
         records = state.memo(("records", self.window), index.records)
-        self._pending = None
-        if index.slot is not None:
-            self.k[:, index.slot], self.v[:, index.slot] = k[:, 0], v[:, 0]
-            return self.k[:, : index.n_kept], self.v[:, : index.n_kept], records
-        self._pending = (k, v)
         old_k, old_v = self.k[:, : index.n_kept], self.v[:, : index.n_kept]
-        return torch.cat([old_k, k.to(old_k.dtype)], 1), torch.cat([old_v, v.to(old_v.dtype)], 1), records
+        if index.slot is not None:
+            slot = index.slot
+            self._undo = (self.k[:, slot].clone(), self.v[:, slot].clone(), slot)
+            self.k[:, slot], self.v[:, slot] = k[:, 0], v[:, 0]
+            return old_k.to(k.dtype), old_v.to(v.dtype), records
+        self._pending = (k, v)
+        return torch.cat([old_k.to(k.dtype), k], 1), torch.cat([old_v.to(v.dtype), v], 1), records
+
+    def rollback(self) -> None:
+        if self._undo is not None:
+            old_k, old_v, slot = self._undo
+            self.k[:, slot], self.v[:, slot] = old_k, old_v
+        self._pending = self._undo = None
 
     def commit(self, chunk: Chunk, state: "State") -> None:
+        self._undo = None
         if self._pending is None:
             return
         index = state.index(self.window)

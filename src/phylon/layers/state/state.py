@@ -10,6 +10,7 @@ from torch import Tensor
 from phylon.layers.state.chunk import Chunk, positions_from_segments
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
 from phylon.layers.state.kv import KVState
+from phylon.patterns import Records
 from phylon.spec.errors import UserError
 
 T = TypeVar("T")
@@ -19,8 +20,9 @@ class State:
     """What the model keeps between calls; inference only.
 
     ``lengths`` real tokens per row; padding is never appended. ``aligned``: every row is one document of the same
-    length without gaps; ``chunk_aligned`` the same with the chunk under way. A forward pass calls ``begin``, the mixers append to their part, and ``commit`` makes the new
-    lengths valid; a pass that fails in between leaves the state as it was.
+    length without gaps; ``chunk_aligned`` the same with the chunk under way. A forward pass calls ``begin``, the mixers
+    append to their part, and ``commit`` makes the new lengths valid; a pass that fails calls ``rollback``, which leaves
+    the state as it was. ``source`` are the records of the encoder's output, once a call has given it.
     """
 
     def __init__(self, batch_size: int, max_len: int | None, device: torch.device) -> None:
@@ -31,6 +33,7 @@ class State:
         self.next_position = [0] * batch_size
         self.aligned = True
         self.chunk_aligned = True
+        self.source: Records | None = None
         self.parts: dict[str, KVState] = {}
         self._indices: dict[int | None, FullIndex | RollingIndex] = {}
         self._memo: dict[Any, Any] = {}
@@ -49,6 +52,10 @@ class State:
                 else RollingIndex(self.batch_size, window, self.device)
             )
             self._indices[window] = made
+
+    def add_cross(self, path: str, part: KVState) -> None:
+        """Register the part of a mixer that reads the encoder's output; its keys are not the row's own tokens."""
+        self.parts[path] = part
 
     def index(self, window: int | None) -> FullIndex | RollingIndex:
         """The key index of all full (``None``) or rolling parts of one window."""
@@ -89,8 +96,10 @@ class State:
         for index in self._indices.values():
             index.begin(chunk, self.lengths)
 
-    def commit(self, chunk: Chunk) -> None:
-        """Make the chunk part of the state: once, after the whole forward pass."""
+    def commit(self, chunk: Chunk, source: Records | None = None) -> None:
+        """Make the chunk part of the state: once, after the whole forward pass. ``source``: records of the memory."""
+        if source is not None:
+            self.source = source
         for part in self.parts.values():
             part.commit(chunk, self)
         for index in self._indices.values():
@@ -115,6 +124,12 @@ class State:
                     self.last_segment[row], self.next_position[row] = segment, position + 1
                     break
 
+    def rollback(self) -> None:
+        """Undo ``begin`` and what the parts appended: the forward pass failed."""
+        for undone in (*self.parts.values(), *self._indices.values()):
+            undone.rollback()
+        self.chunk_aligned, self._memo = self.aligned, {}
+
     def rows(self, rows: Sequence[int] | Tensor) -> "State":
         """A new state of the given rows, in that order; a row may repeat."""
         index = torch.as_tensor(rows, device=self.device)
@@ -124,6 +139,9 @@ class State:
         new.last_segment = [self.last_segment[i] for i in chosen]
         new.next_position = [self.next_position[i] for i in chosen]
         new.aligned = self.aligned
+        new.source = (
+            None if self.source is None else Records(self.source.positions[index], _segments(self.source)[index])
+        )
         new.parts = {path: part.select(index) for path, part in self.parts.items()}
         for window, key_index in self._indices.items():
             made = copy.copy(key_index)
@@ -142,6 +160,12 @@ class State:
     def insert(self, rows: Sequence[int] | Tensor, other: "State") -> None:
         """Overwrite ``rows`` with the rows of ``other`` (serving: a new request takes a free row)."""
         index = torch.as_tensor(rows, device=self.device)
+        if len(index) != other.batch_size:
+            raise UserError(f"{len(index)} rows to overwrite, but the other state has {other.batch_size}")
+        if self.parts.keys() != other.parts.keys() or self._indices.keys() != other._indices.keys():
+            raise UserError("the two states keep different things; make both from one model with the same max_len")
+        if (self.source is None) != (other.source is None):
+            raise UserError("only one of the two states has read its source; run the first call on both")
         for path, part in self.parts.items():
             part.insert(index, other.parts[path])
         for window, mine in self._indices.items():
@@ -153,14 +177,18 @@ class State:
                 setattr(mine, name, buffer)
             if isinstance(mine, FullIndex):
                 mine.capacity = slots
+        if self.source is not None and other.source is not None:
+            self.source = _with_rows(self.source, index, other.source)
         for i, row in enumerate(index.tolist()):
             self.lengths[row] = other.lengths[i]
             self.last_segment[row], self.next_position[row] = other.last_segment[i], other.next_position[i]
         self.aligned = self.aligned and other.aligned and len(set(self.lengths)) == 1
 
     def crop(self, lengths: int | Sequence[int]) -> None:
-        """Forget what came after the first ``lengths`` tokens; a ``UserError`` with the reason where that is impossible."""
+        """Forget what came after the first ``lengths`` tokens; ``UserError`` with the reason where that cannot be."""
         wanted = [lengths] * self.batch_size if isinstance(lengths, int) else list(lengths)
+        if len(wanted) != self.batch_size:
+            raise UserError(f"{len(wanted)} lengths to crop to, but the state has {self.batch_size} rows")
         wanted = [min(n, m) for n, m in zip(wanted, self.lengths, strict=True)]
         if min(wanted, default=0) < 0:
             raise UserError(f"cannot crop a state to {min(wanted)} tokens")
@@ -171,10 +199,12 @@ class State:
             if reason:
                 raise UserError(f"cannot crop the state of {path}: {reason}")
         for row, length in enumerate(wanted):
-            some = next(iter(self._indices.values()))
-            last = length - 1
-            self.last_segment[row] = int(some.segments[row, last]) if length else 0
-            self.next_position[row] = int(some.positions[row, last]) + 1 if length else 0
+            if length == self.lengths[row]:
+                continue
+            some = next(iter(self._indices.values()), None)
+            assert some is not None or length == 0, "a part without a key index must refuse in can_crop"
+            self.last_segment[row] = int(some.segments[row, length - 1]) if some and length else 0
+            self.next_position[row] = int(some.positions[row, length - 1]) + 1 if some and length else 0
         for index in self._indices.values():
             index.crop(wanted)
         self.lengths = wanted
@@ -190,3 +220,19 @@ class State:
         """Bytes of the positions and segments, shared by all mixers of one geometry."""
         tensors = [t for index in self._indices.values() for t in (index.positions, index.segments)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _segments(source: Records) -> Tensor:
+    assert source.segments is not None, "a state keeps the segments of its source explicitly"
+    return source.segments
+
+
+def _with_rows(mine: Records, rows: Tensor, theirs: Records) -> Records:
+    """The given rows replaced; the shorter side is filled up with padding."""
+    slots = max(mine.positions.shape[1], theirs.positions.shape[1])
+    fields = []
+    for own, new in ((mine.positions, theirs.positions), (_segments(mine), _segments(theirs))):
+        field = grown(own, slots).clone()
+        field[rows] = grown(new, slots)
+        fields.append(field)
+    return Records(*fields)

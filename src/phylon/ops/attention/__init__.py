@@ -1,10 +1,11 @@
 """Attention: one public function, a reference, and backends behind one dispatch."""
 
-import math
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
+from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall, ScoreBias
 from phylon.ops.attention.reference import Reference
 from phylon.ops.attention.sdpa import Sdpa
@@ -36,17 +37,17 @@ def attention(
     arXiv:1706.03762, section 3.2.1; grouped heads: arXiv:2305.13245. ``scale`` defaults to ``E ** -0.5``. ``pattern``
     says who may look at whom (default: everybody); padding and foreign documents are out whenever ``query`` or ``key``
     carry segments. Without records, queries and keys are one document aligned bottom-right. A query that may see
-    nothing yields zero, and zero gradient. ``backend`` forces one and raises ``UserError`` with its reason if it refuses.
+    nothing yields zero, and zero gradient. ``backend`` forces one; if it refuses, ``UserError`` gives its reason.
     """
     call = AttentionCall(
         q=q,
         k=k,
         v=v,
-        pattern=pattern or Full(),
+        pattern=Full() if pattern is None else pattern,
         query=query,
         key=key,
         bias=bias,
-        scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        scale=scale,
         softcap=softcap,
         sink=sink,
         dropout=dropout,
@@ -56,21 +57,9 @@ def attention(
     return dispatch.pick(call, backend).run(call)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: object) -> list[Reason]:
+def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Reason]:
     """Which backend would run this call, and why each other one would not; the options are those of ``attention``."""
-    defaults: dict[str, object] = {
-        "pattern": Full(),
-        "query": None,
-        "key": None,
-        "bias": None,
-        "scale": 1.0,
-        "softcap": None,
-        "sink": None,
-        "dropout": 0.0,
-        "seed": 0,
-        "tap": None,
-    }
-    return dispatch.explain(AttentionCall(q=q, k=k, v=v, **(defaults | options)))  # type: ignore[arg-type]
+    return dispatch.explain(AttentionCall(q=q, k=k, v=v, **options))
 
 
-__all__ = ["AttentionCall", "ScoreBias", "attention", "dispatch", "explain"]
+__all__ = ["AlibiBias", "AttentionCall", "BucketBias", "ScoreBias", "attention", "dispatch", "explain"]

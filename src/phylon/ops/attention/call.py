@@ -1,13 +1,13 @@
 """The one description of an attention call that every backend reads."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
 from phylon.patterns import Document, Full, Pattern, Records, aligned
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_rate
 
 
 class ScoreBias(Protocol):
@@ -30,16 +30,16 @@ class AttentionCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    pattern: Pattern
-    query: Records | None
-    key: Records | None
-    bias: ScoreBias | None
-    scale: float
-    softcap: float | None
-    sink: Tensor | None
-    dropout: float
-    seed: int
-    tap: Callable[[str, Tensor], Tensor] | None
+    pattern: Pattern = field(default_factory=Full)
+    query: Records | None = None
+    key: Records | None = None
+    bias: ScoreBias | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sink: Tensor | None = None
+    dropout: float = 0.0
+    seed: int = 0
+    tap: Callable[[str, Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         q, k, v = self.q, self.k, self.v
@@ -51,6 +51,12 @@ class AttentionCall:
             raise UserError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
         if not (q.dtype == k.dtype == v.dtype):
             raise UserError(f"attention dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+        check_rate("dropout", self.dropout)
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied by: ``scale``, or ``E ** -0.5``."""
+        return self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
     def segmented(self) -> bool:

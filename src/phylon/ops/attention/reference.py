@@ -29,7 +29,7 @@ class Reference:
             # Memory that nobody may look at can hold anything, NaN included, and 0 * NaN is NaN.
             unseen = ~mask.any(dim=2)[..., None]
             k_BHSE, v_BHSE = k_BHSE.masked_fill(unseen, 0), v_BHSE.masked_fill(unseen, 0)
-        scores = (q_BHTE @ k_BHSE.mT) * call.scale
+        scores = (q_BHTE @ k_BHSE.mT) * call.factor
         bias = call.bias_scores()
         if bias is not None:
             scores = scores + bias
@@ -46,12 +46,12 @@ class Reference:
 
 def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:
     """Softmax over the allowed keys; a row that may see nothing has zero weights and zero gradient."""
-    if mask is not None:
-        empty = ~mask.any(dim=-1, keepdim=True)
+    empty = None if mask is None else ~mask.any(dim=-1, keepdim=True)
+    if mask is not None and empty is not None:
         scores = scores.masked_fill(~mask, float("-inf")).masked_fill(empty, 0)
     if sink is not None:
         extra = sink.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         weights = torch.softmax(torch.cat([scores, extra], dim=-1), dim=-1)[..., :-1]
     else:
         weights = torch.softmax(scores, dim=-1)
-    return weights if mask is None else weights.masked_fill(empty, 0)
+    return weights if empty is None else weights.masked_fill(empty, 0)

@@ -35,12 +35,12 @@ class Sdpa:
         if call.bias is None and not call.segmented and call.query is None and call.key is None:
             flag = _causal_flag(call.pattern, q.shape[2], k.shape[2])
             if flag is not None:
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.scale, enable_gqa=grouped)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.factor, enable_gqa=grouped)
                 return out.transpose(1, 2)
         mask, bias = call.mask(), call.bias_scores()
         if mask is None:
             attn_mask = None if bias is None else bias.to(q.dtype)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.scale, enable_gqa=grouped)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.factor, enable_gqa=grouped)
             return out.transpose(1, 2)
         if call.segmented:
             # Padding can hold anything, NaN included, and a masked NaN is still NaN in the product.
@@ -51,7 +51,7 @@ class Sdpa:
             attn_mask = mask | ~seen
         else:
             attn_mask = bias.to(q.dtype).masked_fill(~(mask | ~seen), float("-inf"))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.scale, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.factor, enable_gqa=grouped)
         return torch.where(seen, out, 0).transpose(1, 2)
 
 
