@@ -26,7 +26,7 @@ from helpers import (
 from law import documents, values
 from phylon.layers.norms import RMSNorm
 from phylon.model import Block, ModelSpec, Stack, Tie, build, build_meta, materialise, pre_norm, record
-from phylon.spec import UserError
+from phylon.spec import UserError, override
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -216,6 +216,7 @@ IDS = torch.ones(2, 3, dtype=torch.int64)
         (lambda m: m(IDS, logits="some"), "logits must be 'all', 'last' or 'none', got 'some'"),
         (lambda m: m(IDS, state=m.new_state(3)), "the state has 3 rows, the input 2"),
         (lambda m: m(IDS, targets=IDS[:, :2]), r"targets are \(2, 2\), tokens \(2, 3\)"),
+        (lambda m: m(IDS, targets=IDS.float()), "targets must be int64, got torch.float32"),
         (lambda m: m(IDS, targets=IDS * 11), "target id 11 is out of range"),
         (lambda m: m(IDS, targets=-IDS), "target id -1 is out of range.* -100 is ignored"),
         (lambda m: m(IDS, targets={"ml": IDS}), "targets name the head 'ml'; this model has lm"),
@@ -275,6 +276,8 @@ def test_an_encoder_has_no_state() -> None:
         (lambda: build(llama_like(), device="gpu"), "unknown device 'gpu'"),
         (lambda: Stack(d_model=0, embed=EMBED, blocks=()), "d_model must be at least 1"),
         (lambda: ModelSpec(), "an encoder or a decoder"),
+        (lambda: build_meta(override(llama_like(), {"heads.lm.vocab_size": 2**60})), "beyond what a tensor can have"),
+        (lambda: build_meta(override(llama_like(), {"heads.lm.vocab_size": 2**70})), "beyond what a tensor can have"),
     ],
 )
 def test_wrong_builds(call: object, message: str) -> None:

@@ -130,7 +130,10 @@ def test_a_mistake_is_one_line_with_its_path(path: str, value: object, words: li
         assert word in message, message
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "3", '{"schema": 1}', "\x00"])
+DEEP = '{"schema":1,"model":' + '{"decoder":' * 5000 + "1" + "}" * 5001
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '{"schema": 1}', "\x00", DEEP, "[" * 100_000, "a = " + "[" * 5000])
 def test_what_is_no_document(text: str) -> None:
     with pytest.raises(UserError):
         from_json(ModelSpec, text)
