@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def reference(folder: str | Path, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Mapping[str, Tensor]]:
-    """Tokens (B, T) to the values of `AutoModelForCausalLM` by our names: embedding, every block, final norm, logits."""
+    """Tokens (B, T) to what `AutoModelForCausalLM` computes, by our names: embedding, blocks, final norm, logits."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
 
     @torch.no_grad()
