@@ -1,6 +1,7 @@
-"""Mamba: a stack of selective state-space blocks, without attention. Gu and Dao (arXiv:2312.00752), section 3.4, table 12.
+"""Mamba: a stack of selective state-space blocks, without attention.
 
-The released models pad the vocabulary of GPT-NeoX to 50,280 and tie the head to the embedding.
+Gu and Dao (arXiv:2312.00752), section 3.4 and table 12. The released models pad the vocabulary of GPT-NeoX to 50,280
+and tie the head to the embedding.
 """
 
 from functools import partial

@@ -136,7 +136,7 @@ class Mamba2Module(Part):
 
 
 class GatedNorm(Part):
-    """``rms_norm(y * silu(z)) * weight`` over each group's channels, in at least fp32. arXiv:2405.21060, section 7.1."""
+    """``rms_norm(y * silu(z)) * weight`` over each group's channels, at least in fp32. arXiv:2405.21060, §7.1."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__()
