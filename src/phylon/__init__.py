@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phylon.account import account
     from phylon.families import build, preset
     from phylon.hub import load, save
     from phylon.model import Model, ModelSpec, record
@@ -15,6 +16,7 @@ _PUBLIC = {
     "Model": "phylon.model",
     "ModelSpec": "phylon.model",
     "UserError": "phylon.spec.errors",
+    "account": "phylon.account",
     "build": "phylon.families",
     "load": "phylon.hub",
     "override": "phylon.spec",
@@ -23,7 +25,7 @@ _PUBLIC = {
     "save": "phylon.hub",
 }
 
-__all__ = ["Model", "ModelSpec", "UserError", "build", "load", "override", "preset", "record", "save"]
+__all__ = ["Model", "ModelSpec", "UserError", "account", "build", "load", "override", "preset", "record", "save"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from phylon.checkpoint import (
     Concat,
     Constant,
     Drop,
-    Mapping_,
+    Layout,
     MemorySource,
     PermuteRotary,
     Rename,
@@ -25,7 +25,7 @@ from phylon.spec.errors import UserError
 from .data import packaged, shared
 
 D, V, E = 4, 10, 2
-GPT2 = Mapping_(
+GPT2 = Layout(
     [
         Tied("transformer.wte.weight", "embed.weight", "lm_head.weight"),
         Rename("transformer.h.{i}.ln_1.{p}", "blocks.{i}.attn_norm.{p}"),
@@ -62,7 +62,7 @@ def foreign() -> dict[str, torch.Tensor]:
     return dict(GPT2.unmap(model())) | masks
 
 
-def load(layout: Mapping_, theirs, ours, dtype=torch.float32):
+def load(layout: Layout, theirs, ours, dtype=torch.float32):
     source = MemorySource(theirs)
     plan = layout.plan(source.tensors, shapes(ours))
     params = {n: torch.full(t.shape, float("nan"), dtype=dtype) for n, t in ours.items()}
@@ -101,14 +101,14 @@ def test_the_optional_prefix():
 def test_case_10_a_prefix_on_every_key(extra):
     said = refusal({extra + n: t for n, t in foreign().items()})
     assert f"every key is prefixed '{extra}'" in said
-    layout = Mapping_(GPT2.rules)
+    layout = Layout(GPT2.rules)
     keys = dict(layout.unmap(model()))
     said = refusal({(extra if "wte" not in n else "") + n: t for n, t in keys.items()}, layout=layout)
     assert f"many keys are prefixed '{extra}'" in said
 
 
 def test_keys_without_the_prefix():
-    layout = Mapping_([Rename("model.layers.{i}.w", "w.{i}"), Rename("lm_head.weight", "head")])
+    layout = Layout([Rename("model.layers.{i}.w", "w.{i}"), Rename("lm_head.weight", "head")])
     said = refusal(
         {"layers.0.w": torch.ones(2), "lm_head.weight": torch.ones(3)}, {"w.0": torch.ones(2)} | HEAD, layout
     )
@@ -175,14 +175,14 @@ def test_nothing_is_written_before_the_ties_are_checked():
 
 
 def test_t5s_four_names():
-    layout = Mapping_([Tied("shared.weight", "e", ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"))])
+    layout = Layout([Tied("shared.weight", "e", ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"))])
     x = torch.randn(3, 2)
     assert equal(load(layout, {"decoder.embed_tokens.weight": x, "shared.weight": x}, {"e": x})[1], {"e": x})
     assert equal(load(layout, {"encoder.embed_tokens.weight": x}, {"e": x})[1], {"e": x})
 
 
 def test_constants():
-    layout = Mapping_([Rename("w", "w"), Constant("blocks.{i}.bias", 0.0)])
+    layout = Layout([Rename("w", "w"), Constant("blocks.{i}.bias", 0.0)])
     ours = {"w": torch.ones(2), "blocks.3.bias": torch.zeros(2)}
     assert dict(layout.unmap(ours)).keys() == {"w"}
     assert equal(load(layout, {"w": torch.ones(2)}, ours)[1], ours)
@@ -201,14 +201,14 @@ def test_what_the_format_has_no_place_for():
 
 def test_a_layout_that_is_wrong_is_a_programmers_mistake():
     with pytest.raises(AssertionError, match="several rules make a"):
-        Mapping_([Rename("x", "a"), Rename("y", "a")]).unmap({"a": torch.ones(1)})
-    layout = Mapping_([Rename("x", "a"), Rename("x", "b")])
+        Layout([Rename("x", "a"), Rename("y", "a")]).unmap({"a": torch.ones(1)})
+    layout = Layout([Rename("x", "a"), Rename("x", "b")])
     with pytest.raises(AssertionError, match="two rules use x"):
         layout.plan({"x": TensorInfo("x", (1,), "F32", 4)}, {"a": (1,), "b": (1,)})
 
 
 def test_missing_experts_are_named():
-    layout = Mapping_([Stack("e.{e}.w", "w")])
+    layout = Layout([Stack("e.{e}.w", "w")])
     theirs = {f"e.{e}.w": torch.randn(2) for e in range(4)}
     theirs.pop("e.2.w")
     assert "1 missing ('e.2.w')" in refusal(theirs, {"w": torch.ones(4, 2)}, layout)
@@ -224,7 +224,7 @@ def test_case_13_stored_and_loaded_dtypes():
 
 def test_integers_are_not_taken_for_reals():
     with pytest.raises(UserError, match=r"'x' is stored as I64 and the model has torch.float32"):
-        load(Mapping_([Rename("x", "x")]), {"x": torch.ones(2).long()}, {"x": torch.ones(2)})
+        load(Layout([Rename("x", "x")]), {"x": torch.ones(2).long()}, {"x": torch.ones(2)})
     layout = identity(["x"])
     params = {"x": torch.zeros(2, dtype=torch.int64)}
     source = MemorySource({"x": torch.tensor([3, 4])})
@@ -265,7 +265,7 @@ LLAMA_GGUF = [
 
 def test_a_real_gguf_file_both_ways():
     source = open_gguf(shared("smollm2-1layer-5120.Q4_1.gguf"))
-    layout = Mapping_(LLAMA_GGUF)
+    layout = Layout(LLAMA_GGUF)
     names = {"q": "attn_q", "k": "attn_k"}
     ours = {"embed.weight": (5120, 576), "norm.weight": (576,)}
     for n in ("q", "k", "attn_v", "attn_output", "attn_norm", "ffn_gate", "ffn_up", "ffn_down", "ffn_norm"):
@@ -281,7 +281,7 @@ def test_a_real_gguf_file_both_ways():
 def test_a_real_folder_both_ways():
     dense = {"attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"}
     dense |= {"attention.output.LayerNorm", "intermediate.dense", "output.dense", "output.LayerNorm"}
-    layout = Mapping_(
+    layout = Layout(
         [
             *(Rename(f"bert.encoder.layer.{{i}}.{n}.{{p}}", f"b.{{i}}.{n}.{{p}}") for n in dense),
             *(Rename(f"bert.embeddings.{n}_embeddings.weight", n) for n in ("word", "position", "token_type")),

@@ -2,7 +2,7 @@
 
 from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
-from phylon.checkpoint.mapping import LoadPlan, Layout, identity
+from phylon.checkpoint.mapping import Layout, LoadPlan, identity
 from phylon.checkpoint.rules import (
     Concat,
     Constant,
@@ -26,8 +26,8 @@ __all__ = [
     "Constant",
     "Drop",
     "Fused",
-    "LoadPlan",
     "Layout",
+    "LoadPlan",
     "MemorySource",
     "PermuteRotary",
     "Rename",

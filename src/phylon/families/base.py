@@ -17,16 +17,80 @@ _MISSING = object()
 # Keys of a config.json that say nothing about the maths: bookkeeping, training-only and task defaults. Special ids are
 # read apart, as generation defaults.
 _NEUTRAL = frozenset(
-    """_name_or_path _attn_implementation _attn_implementation_autoset architectures model_type transformers_version
-    torch_dtype dtype use_cache bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
-    decoder_start_token_id forced_bos_token_id forced_eos_token_id initializer_range initializer_factor
-    gradient_checkpointing pretraining_tp task_specific_params return_dict return_dict_in_generate output_attentions
-    output_hidden_states output_scores torchscript use_bfloat16 problem_type id2label label2id num_labels prefix
-    finetuning_task max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
-    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
-    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences exponential_decay_length_penalty suppress_tokens
-    begin_suppress_tokens remove_invalid_values tokenizer_class prune_heads pruned_heads chunk_size_feed_forward
-    is_encoder_decoder tf_legacy_loss""".split()
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "initializer_range",
+        "initializer_factor",
+        "gradient_checkpointing",
+        "pretraining_tp",
+        "task_specific_params",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "torchscript",
+        "use_bfloat16",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "prefix",
+        "finetuning_task",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "remove_invalid_values",
+        "tokenizer_class",
+        "prune_heads",
+        "pruned_heads",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "predict_special_tokens",
+        "output_past",
+        "_num_labels",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
+    ]
 )
 
 
@@ -37,6 +101,10 @@ class Config:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
         self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file holds ``key``, be it null."""
+        return key in self._data
 
     def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] | None = None) -> Any:
         """The value of ``key``; a one-line error where it is missing or of the wrong kind."""

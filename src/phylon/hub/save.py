@@ -12,7 +12,8 @@ from typing import Any, Literal
 from phylon.checkpoint import write_gguf, write_safetensors
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
-from phylon.hub.load import NATIVE_CONFIG, stored_tensors
+from phylon.hub.describe import NATIVE_CONFIG
+from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec
 from phylon.spec.errors import UserError
 from phylon.spec.serial import SCHEMA, to_data

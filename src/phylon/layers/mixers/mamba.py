@@ -112,7 +112,7 @@ class MambaModule(Part):
         like, rows = self.conv.weight, state.batch_size
         inner = len(like)
         h = at_least_fp32(like.new_zeros(0)).new_zeros(rows, inner, self.spec.d_state)
-        state.add_recurrent(self.path, RecurrentState(like.new_zeros(rows, self.spec.d_conv - 1, inner), h))
+        state.add(self.path, RecurrentState(like.new_zeros(rows, self.spec.d_conv - 1, inner), h))
 
 
 class CausalConv(Part):

@@ -132,7 +132,7 @@ class Mamba2Module(Part):
         """The convolution's last inputs (B, W - 1, HP + 2GN) in the model's dtype, and h (B, H, P, N) in fp32."""
         spec, like, rows = self.spec, self.conv.weight, state.batch_size
         h = at_least_fp32(like.new_zeros(0)).new_zeros(rows, spec.n_heads, spec.head_dim, spec.d_state)
-        state.add_recurrent(self.path, RecurrentState(like.new_zeros(rows, spec.d_conv - 1, len(like)), h))
+        state.add(self.path, RecurrentState(like.new_zeros(rows, spec.d_conv - 1, len(like)), h))
 
 
 class GatedNorm(Part):

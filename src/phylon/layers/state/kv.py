@@ -66,6 +66,26 @@ class FullKV(KVState):
         return self.k[:, : index.n_keys].to(k.dtype), self.v[:, : index.n_keys].to(v.dtype), records
 
 
+class CrossKV(KVState):
+    """Keys and values of the encoder's output, computed once, by the first forward pass."""
+
+    def __init__(self, batch: int, heads: int, width: int, like: Tensor) -> None:
+        self.k = like.new_zeros(batch, 0, heads, width)
+        self.v = like.new_zeros(batch, 0, heads, width)
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Keep ``k`` and ``v`` (B, S, K, E) once the forward pass commits."""
+        self._pending = (k, v)
+
+    def commit(self, chunk: Chunk, state: "State") -> None:
+        if self._pending is not None:
+            (self.k, self.v), self._pending = self._pending, None
+
+    def rollback(self) -> None:
+        self._pending = None
+
+
 class RollingKV(KVState):
     """The last ``window`` keys and values. Mistral 7B (arXiv:2310.06825), section 2, rolling buffer cache."""
 
