@@ -12,6 +12,7 @@ from torch import Tensor
 import phylon
 from phylon import UserError
 from phylon.families import family
+from phylon.families.base import Config
 from phylon.model import Model, build_meta
 
 transformers = pytest.importorskip("transformers", reason="the reference needs transformers")
@@ -211,6 +212,35 @@ def test_configurations_that_do_not_fit(kind: str, change: dict[str, Any], words
         phylon.load(folder, device="cpu")
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+RELEASED = {"hidden_act": "silu", "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "expand": 2, "torch_dtype": "float32"}
+RELEASED |= {"time_step_floor": 1e-4, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 1e-3}
+RELEASED |= {"time_step_scale": 1.0, "use_bias": False, "use_cache": True, "use_conv_bias": True, "rms_norm": True}
+RELEASED |= {"rescale_prenorm_residual": False, "residual_in_fp32": True, "initializer_range": 0.1}
+
+
+def test_released_configurations_are_read() -> None:
+    """With the keys that the first releases wrote, of the authors' format and without effect."""
+    config = RELEASED | {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50_280}
+    config |= {"d_inner": 1536, "d_model": 768, "n_layer": 24, "intermediate_size": 1536, "ssm_cfg": {}}
+    config |= {"fused_add_norm": True, "pad_vocab_size_multiple": 8, "state_size": 16, "time_step_rank": 48}
+    assert read("mamba", config) == phylon.preset("mamba-130m")
+    with pytest.raises(UserError, match="'d_inner' is 1535"):
+        read("mamba", config | {"d_inner": 1535})
+    config = RELEASED | {"model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32_768}
+    config |= {"chunk_size": 256, "head_dim": 64, "intermediate_size": 8192, "n_groups": 8, "num_heads": 128}
+    config |= {"norm_before_gate": True, "state_size": 128, "tie_word_embeddings": False, "time_step_rank": 256}
+    config |= {"time_step_limit": [0.0, float("inf")]}
+    assert read("mamba2", config) == phylon.preset("mamba-codestral-7b")
+    with pytest.raises(UserError, match="'rms_norm' is False"):
+        read("mamba2", config | {"rms_norm": False})
+
+
+def read(name: str, config: dict[str, Any]) -> phylon.ModelSpec:
+    hf = family(name).hf
+    assert hf is not None
+    return hf.read(Config(config))
 
 
 def test_what_the_formats_cannot_say_is_saved_as_native_only(tmp_path: Path) -> None:

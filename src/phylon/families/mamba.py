@@ -1,6 +1,7 @@
-"""Mamba: a stack of selective state-space blocks, without attention. Gu and Dao (arXiv:2312.00752), section 3.4, table 12.
+"""Mamba: a stack of selective state-space blocks, without attention.
 
-The released models pad the vocabulary of GPT-NeoX to 50,280 and tie the head to the embedding.
+Gu and Dao (arXiv:2312.00752), section 3.4 and table 12. The released models pad the vocabulary of GPT-NeoX to 50,280
+and tie the head to the embedding.
 """
 
 from functools import partial
@@ -70,7 +71,9 @@ def mixer_stack(
 def read_shared(config: Config) -> dict[str, Any]:
     """The keys that Mamba and Mamba-2 configurations have in common, as arguments of both builders."""
     # How a new model is drawn, and in which precision the residual stream is kept: no part of the maths.
-    config.ignore("time_step_floor", "rescale_prenorm_residual", "residual_in_fp32")
+    config.ignore("time_step_floor", "time_step_scale", "time_step_init_scheme")
+    config.ignore("rescale_prenorm_residual", "residual_in_fp32")
+    config.expect("rms_norm", True, why="the norms are RMSNorms")
     return {
         "d_model": config.size("hidden_size"),
         "n_layers": config.depth("num_hidden_layers"),
@@ -110,8 +113,12 @@ def read_config(config: Config) -> ModelSpec:
     expand = config.size("expand", 2, most=64)
     rank = config.take("time_step_rank", "auto", (int, str))
     config.expect("intermediate_size", expand * shared["d_model"], why="the inner width is expand x hidden_size")
-    config.ignore("time_step_scale", "time_step_init_scheme")  # how dt_proj of a new model is drawn
-    config.ignore("use_mambapy", "use_associative_scan")  # which code runs the scan
+    # Which code runs the scan, and what the released configurations say twice or keep of the authors' own format.
+    config.ignore("use_mambapy", "use_associative_scan", "fused_add_norm", "pad_vocab_size_multiple")
+    config.expect("d_model", shared["d_model"], why="it must equal hidden_size")
+    config.expect("n_layer", shared["n_layers"], why="it must equal num_hidden_layers")
+    config.expect("d_inner", expand * shared["d_model"], why="the inner width is expand x hidden_size")
+    config.expect("ssm_cfg", {}, why="the options of the block have keys of their own")
     spec = mamba_spec(
         **shared,
         expand=expand,

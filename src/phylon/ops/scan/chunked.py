@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from phylon.ops.scan.call import ScanCall, cleared, wide
@@ -91,7 +90,7 @@ def _chunk(
 
 
 class _Recurrence(torch.autograd.Function):
-    """``h_t = a_t h_{t-1} + b_t`` for ``a``, ``b`` (B, L, D, N) and the first ``h`` (B, D, N); all states (B, L, D, N)."""
+    """All states (B, L, D, N) of ``h_t = a_t h_{t-1} + b_t`` for ``a``, ``b`` (B, L, D, N) and the first ``h``."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, h: Tensor) -> Tensor:
@@ -100,7 +99,6 @@ class _Recurrence(torch.autograd.Function):
         return states
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         grad: Tensor = grad_outputs[0]
         a, h, states = ctx.saved_tensors
