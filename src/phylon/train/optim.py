@@ -31,7 +31,7 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float | None = 1.0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -147,4 +147,4 @@ def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     return value.clone()
 
 
-register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=None)])
+register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=1.0)])

@@ -80,6 +80,7 @@ class Trainer:
         self.held_out_loss: float | None = None
         self.samples: list[str] = []
         self._last: dict[str, int] = {}
+        self._base, self._start = 0.0, time.perf_counter()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -95,6 +95,7 @@ class AttentionModule(Part):
         key = query
         if ctx.state is not None:
             part = ctx.state.parts[self.path]
+            assert isinstance(part, KVState)
             k, v, key = part.append(k, v, ctx.state)
             query = None if key is None else ctx.records
         dropout = spec.dropout if self.training else 0.0
@@ -123,7 +124,7 @@ class AttentionModule(Part):
             part, reach = FullKV(state.batch_size, spec.n_kv_heads, widths, max_len, like), None
         else:
             part = RollingKV(state.batch_size, spec.n_kv_heads, widths, reach, like)
-        state.add(self.path, part, reach)
+        state.add_keys(self.path, part, reach)
 
 
 def _flops(spec: Attention, width: int, n_keys: int) -> int:
