@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
-from decoders import VOCAB, check, refuses, transformers
 
+from parity.decoders import VOCAB, check, refuses, transformers
 from phylon.families.base import Config
 from phylon.families.bloom import read_config
 
-CONFIGS = {"four heads": {"n_head": 4}, "three heads, untied": {"n_head": 3, "tie_word_embeddings": False}, "six": {"n_head": 6}}
+CONFIGS = {
+    "four heads": {"n_head": 4},
+    "three heads, untied": {"n_head": 3, "tie_word_embeddings": False},
+    "six": {"n_head": 6},
+}
 
 
 def build(**changes: object):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import VOCAB, check, drawn, reference_logits, refuses, tokens_of, transformers
 
 import phylon
+from parity.decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
 from phylon.families.falcon import read_config
 
@@ -26,17 +26,33 @@ CONFIGS = {
 
 def build(**changes: object):
     sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "vocab_size": VOCAB}
-    more = {"max_position_embeddings": 64, "attn_implementation": "eager"}
+    # With ALiBi only the reference's SDPA path is right: the eager one adds the bias twice.
+    more = {"max_position_embeddings": 64, "attn_implementation": "sdpa" if changes.get("alibi") else "eager"}
     return transformers.FalconForCausalLM(transformers.FalconConfig(**(sizes | more | changes)))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity(name: str, tmp_path: Path) -> None:
-    check(build(**CONFIGS[name]), tmp_path)
+    check(build(**CONFIGS[name]), tmp_path, attn="sdpa" if CONFIGS[name].get("alibi") else "eager")
+
+
+def test_reference_adds_alibi_twice_when_eager(tmp_path: Path) -> None:
+    """The law the reference breaks: its backends differ. Its eager logits are those of slopes twice as steep."""
+    reference = drawn(build(**RW, attn_implementation="eager"))
+    reference.save_pretrained(tmp_path)
+    ours = phylon.load(tmp_path, device="cpu")
+    alibi = ours.spec.decoder.blocks[0].op("attn").score_bias
+    doubled = phylon.override(
+        ours.spec, {"decoder.blocks.*.attn.score_bias.slopes": [2 * slope for slope in alibi.slopes]}
+    )
+    steep = phylon.build(doubled, device="cpu").eval()
+    steep.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        close(steep(tokens_of()).logits, reference_logits(reference, tokens_of(), positions=True))
 
 
 def test_alibi_is_not_rounded(tmp_path: Path) -> None:
-    """The law the reference breaks: its bias is rounded to bfloat16 by absolute position, so a shift moves the logits."""
+    """The law the reference breaks: it rounds the bias to bfloat16 by position, so a shift moves the logits."""
     reference = drawn(build(**RW))
     reference.config.max_position_embeddings = 2048
     reference.save_pretrained(tmp_path)

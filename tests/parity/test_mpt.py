@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 
 import phylon
+from parity.decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
 from phylon.families.mpt import mpt_slopes, read_config
 from phylon.layers.positions.score_bias import alibi_slopes

@@ -30,6 +30,7 @@ from phylon.families.decoder import (
     part,
     sequential,
 )
+from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
@@ -108,7 +109,7 @@ def read_config(config: Config) -> ModelSpec:
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
     max_seq_len = config.size("max_position_embeddings", 2048)
     alibi = config.take("alibi", False, bool)
-    rotary = read_rotary(config, head_width(d_model, n_heads), max_seq_len)
+    rotary = whole_heads(read_rotary(config, head_width(d_model, n_heads), max_seq_len), config.where)
     n_kv_heads, residual = _read_arrangement(config, n_heads)
     spec = falcon_spec(
         d_model=d_model,
@@ -153,7 +154,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     max_seq_len = spec.max_seq_len or 2048
     rotary: dict[str, Any] = {}
     if attention.score_bias is None:
-        rotary = write_rotary(part(attention.rotary, Rotary, "attn.rotary"), attention.head_dim, max_seq_len)
+        whole = whole_heads(part(attention.rotary, Rotary, "attn.rotary"), "this format")
+        rotary = write_rotary(whole, attention.head_dim, max_seq_len)
     one, all_ = attention.n_kv_heads == 1, attention.n_kv_heads == attention.n_heads
     newer = _residual(stack.blocks[0]) == "parallel" or not (one or all_)
     return {
@@ -241,12 +243,17 @@ register_family(
             "falcon-7b": partial(_falcon, d_model=4544, n_layers=32, n_heads=71),
             "falcon-40b": partial(_falcon, d_model=8192, n_layers=60, n_heads=128, n_kv_heads=8, residual="parallel"),
             "falcon-180b": partial(
-                _falcon, d_model=14_848, n_layers=80, n_heads=232, n_kv_heads=8, residual="parallel"
+                _falcon, d_model=14_848, n_layers=80, n_heads=232, n_kv_heads=8, residual="parallel", tied=False
             ),
         },
         cases=_cases,
         hf=HFFormat(model_types=("falcon",), read=read_config, write=write_config, layout=hf_layout),
         # In full from the reference class on the meta device.
-        golden={"falcon-7b": 6_921_720_704},
+        golden={
+            "falcon-rw-1b": 1_311_625_216,
+            "falcon-7b": 6_921_720_704,
+            "falcon-40b": 41_303_293_952,
+            "falcon-180b": 179_522_565_120,
+        },
     )
 )

@@ -148,7 +148,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
             "alibi_bias_max": _bias_max(attention),
             "clip_qkv": attention.qkv_clip,
             "softmax_scale": attention.scale,
-            "attn_pdrop": attention.dropout,
+            "attn_pdrop": attention.dropout or 0,  # the reference takes whole numbers only
         },
         "learned_pos_emb": False,
         "no_bias": True,
@@ -213,6 +213,10 @@ register_family(
         cases=_cases,
         hf=HFFormat(model_types=("mpt",), read=read_config, write=write_config, layout=hf_layout),
         # The model cards' sizes; in full from the reference class on the meta device.
-        golden={"mpt-7b": 6_649_286_656, "mpt-7b-storywriter": 6_649_286_656},
+        golden={
+            "mpt-7b": 6_649_286_656,
+            "mpt-7b-storywriter": 6_649_286_656,
+            "mpt-30b": 29_957_200_896,
+        },
     )
 )

@@ -175,6 +175,12 @@ register_family(
         cases=_cases,
         hf=HFFormat(model_types=("gpt_bigcode",), read=read_config, write=write_config, layout=hf_layout),
         # Table 6 ("15.5B"); in full from the reference class on the meta device.
-        golden={"starcoder": 15_517_456_384},
+        golden={
+            "starcoder": 15_517_456_384,
+            "starcoderbase-1b": 1_137_207_296,
+            "starcoderbase-3b": 3_043_311_104,
+            "starcoderbase-7b": 7_327_263_232,
+            "santacoder": 1_124_886_528,
+        },
     )
 )
