@@ -141,7 +141,7 @@ def test_left_padding(pair: tuple[Any, Model, Path]) -> None:
     assert_near(ours(ids, segments=real).logits[:1, 4:], alone)
     padded = theirs(ids, attention_mask=real, use_cache=False).logits[:1, 4:]
     if theirs.config.use_bias:
-        # The reference zeroes padding before the map in, whose bias then enters the convolution: the law's padding cell.
+        # The reference zeroes padding before the map in, whose bias then enters the convolution (law: padding).
         assert far(padded, alone)
     else:
         assert_near(padded, alone)
