@@ -117,6 +117,11 @@ def write_shared(spec: ModelSpec) -> dict[str, Any]:
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
+    return Layout(hf_rules(spec))
+
+
+def hf_rules(spec: ModelSpec) -> list[Rule | Drop]:
+    """The rules that LLaMA's descendants share."""
     theirs, ours = "model.layers.{i}.", "decoder.blocks.{i}."
     rules: list[Rule | Drop] = [
         _embedding(spec, "model.embed_tokens.weight", "lm_head.weight"),
@@ -132,7 +137,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
     ]
     if not is_tied(spec):
         rules.append(Rename("lm_head.weight", "heads.lm.proj.weight"))
-    return Layout(rules)
+    return rules
 
 
 def _embedding(spec: ModelSpec, name: str, head: str) -> Rule:

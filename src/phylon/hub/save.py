@@ -23,6 +23,7 @@ from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
 
 _SHARD_BYTES = 5 * 10**9
+_NO_PLACE = "its configuration has no place for a part of the spec"
 
 
 def save(
@@ -36,10 +37,11 @@ def save(
     target = Path(folder)
     if format not in ("native", "hf"):
         raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
-    hf = None if format == "native" else _chosen(model.spec, "hf")
+    hf = None if format == "native" else _chosen(model, "hf")
     with _new_folder(target, replace) as beside:
         if hf is None:
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
+            data |= {} if model.family is None else {"family": model.family}
             _write_json(beside / NATIVE_CONFIG, data)
             tensors: Any = stored_tensors(model)
         else:
@@ -61,7 +63,7 @@ def save_gguf(model: Model, path: str | Path, *, quant: str | None = None, repla
     target = Path(path)
     if target.exists() and not replace:
         raise UserError(f"'{target}' exists; choose another name or remove it")
-    fmt: GGUFFormat = _chosen(model.spec, "gguf")
+    fmt: GGUFFormat = _chosen(model, "gguf")
     metadata = {**fmt.write(model.spec), **({} if model.tokenizer is None else gguf_from_tokenizer(model.tokenizer))}
     kind = quant or {"float16": "F16", "bfloat16": "BF16"}.get(str(model.dtype).removeprefix("torch."), "F32")
     extra = fmt.extra(model.spec)
@@ -81,10 +83,10 @@ class _Together(Iterable[tuple[str, torch.Tensor]]):
         return itertools.chain(*self._parts)
 
 
-def _chosen(spec: ModelSpec, kind: Literal["hf", "gguf"]) -> Any:
-    """The format of the first family that says ``spec`` exactly."""
-    reasons = []
-    for family in families():
+def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
+    """The format of the model's family if that says its spec exactly, else of the first one that does."""
+    spec, reasons = model.spec, []
+    for family in sorted(families(), key=lambda family: family.name != model.family):
         fmt: HFFormat | GGUFFormat | None = getattr(family, kind)
         if fmt is None:
             continue
@@ -92,6 +94,8 @@ def _chosen(spec: ModelSpec, kind: Literal["hf", "gguf"]) -> Any:
         if reason is None:
             return fmt
         reasons.append(f"{family.name}: {reason}")
+    # Nearest first: families that have other parts altogether say so with "this format".
+    reasons.sort(key=lambda reason: 2 * (": this format " in reason) + (_NO_PLACE in reason))
     shown = "; ".join(reasons[:4]) + ("; …" if len(reasons) > 4 else "")
     raise UserError(f"no family's {kind} format says this model exactly; save it as native ({shown})")
 
@@ -104,7 +108,7 @@ def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str
         back = fmt.read(Config(written)).replace(init=spec.init)
     except (UserError, KeyError) as error:
         return str(error)
-    return None if back == spec else "its configuration has no place for a part of the spec"
+    return None if back == spec else _NO_PLACE
 
 
 def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> bool:
