@@ -149,7 +149,7 @@ def save_model(model: Model, folder: Path) -> None:
     """The trained model in the native format."""
     from phylon import hub
 
-    hub.save(model, folder)
+    hub.save(model, folder, replace=True)
 
 
 def _point_at(folder: Path, name: str) -> None:
