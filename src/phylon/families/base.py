@@ -81,6 +81,15 @@ _NEUTRAL = frozenset(
         "chunk_size_feed_forward",
         "is_encoder_decoder",
         "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "predict_special_tokens",
+        "output_past",
+        "_num_labels",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
     ]
 )
 
@@ -92,6 +101,10 @@ class Config:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
         self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file holds ``key``, be it null."""
+        return key in self._data
 
     def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] | None = None) -> Any:
         """The value of ``key``; a one-line error where it is missing or of the wrong kind."""

@@ -36,30 +36,44 @@ def read_config(config: Config) -> ModelSpec:
     return spec
 
 
-def read_shared(config: Config) -> dict[str, Any]:
-    """The keys that LLaMA and Mistral configurations have in common, as arguments of ``llama_spec``."""
+def read_shared(config: Config, *, n_kv_heads: int | None = None, max_seq_len: int = 2048) -> dict[str, Any]:
+    """The keys that LLaMA and Mistral configurations have in common, as arguments of ``llama_spec``.
+
+    ``n_kv_heads`` (``None``: those of the queries) and ``max_seq_len`` are the reference's where a file is silent.
+    """
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if "num_key_value_heads" in config:
+        n_kv_heads = config.size("num_key_value_heads", None)
     head_dim = config.size("head_dim", None) or d_model // n_heads
-    max_seq_len = config.size("max_position_embeddings", 2048)
+    max_seq_len = config.size("max_position_embeddings", max_seq_len)
+    config.expect("partial_rotary_factor", 1.0, why="the reference turns whole heads of this family whatever it says")
     return {
         "d_model": d_model,
         "n_layers": config.depth("num_hidden_layers"),
         "n_heads": n_heads,
-        "n_kv_heads": config.size("num_key_value_heads", n_heads),
+        "n_kv_heads": n_kv_heads or n_heads,
         "head_dim": head_dim,
         "d_ff": config.size("intermediate_size"),
         "vocab_size": config.size("vocab_size"),
         "max_seq_len": max_seq_len,
         "eps": config.number("rms_norm_eps", 1e-6),
-        "rotary": read_rotary(config, head_dim, max_seq_len),
+        "rotary": whole_heads(read_rotary(config, head_dim, max_seq_len), config.where),
         "activation": activation_name(config, "hidden_act", "silu"),
         "attention_dropout": config.number("attention_dropout", 0.0),
         "tied": config.take("tie_word_embeddings", False, bool),
     }
 
 
+def whole_heads(rotary: Rotary, where: str) -> Rotary:
+    """Refuses partial rotary: the reference LLaMA and Mistral turn whole heads, whatever their configuration says."""
+    if rotary.dim is not None:
+        raise UserError(f"{where}: partial rotary is not supported: the reference of this family turns whole heads")
+    return rotary
+
+
 def read_biases(config: Config) -> dict[str, Any]:
-    config.ignore("rope_interleaved", "is_llama_config", "attention_type")
+    config.expect("rope_interleaved", False, why="weights of Hugging Face folders are in the half-split layout")
+    config.ignore("is_llama_config", "max_sequence_length")
     return {
         "attention_bias": config.take("attention_bias", False, bool),
         "ffn_bias": config.take("mlp_bias", False, bool),
@@ -92,7 +106,9 @@ def write_shared(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": part(stack.embed, TokenEmbed, "the embedding").vocab_size,
         "max_position_embeddings": max_seq_len,
         "rms_norm_eps": part(stack.norm_final, RMSNorm, "the final norm").eps,
-        **write_rotary(part(attention.rotary, Rotary, "attn.rotary"), attention.head_dim, max_seq_len),
+        **write_rotary(
+            whole_heads(part(attention.rotary, Rotary, "attn.rotary"), "this format"), attention.head_dim, max_seq_len
+        ),
         "hidden_act": hf_activation(ffn.activation),
         "attention_dropout": attention.dropout,
         "tie_word_embeddings": is_tied(spec),

@@ -119,8 +119,8 @@ class Model(Part):
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
         With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
         encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
-        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of
-        each row's last real token (B, 1, V), or none.
+        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits``: all scores, those of each
+        row's last real token (B, 1, V), or none.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
