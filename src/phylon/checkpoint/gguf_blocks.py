@@ -44,18 +44,20 @@ BLOCKS: dict[int, tuple[str, int, int]] = {
 }
 """Type id -> (name, elements a block, bytes a block): what can be read."""
 
+_LOW_NIBBLES = 0x0F0F_0F0F_0F0F_0F0F
+
 TYPE_IDS = {name: number for number, (name, _, _) in BLOCKS.items()}
 
 
-def _halves(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The float16 at byte ``start`` of every block, as float32 ``(n, 1)``."""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+def _halves(blocks: torch.Tensor, count: int = 1) -> tuple[torch.Tensor, ...]:
+    """The ``count`` float16 that every block starts with, each as float32 ``(n, 1)``."""
+    return blocks[:, : 2 * count].contiguous().view(torch.float16).float().split(1, dim=1)
 
 
 def _nibbles(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """The 16 bytes at ``start`` of every block as 32 values of 0..15, uint8 ``(n, 32)``."""
-    packed = blocks[:, start : start + 16]
-    return torch.cat((packed & 15, packed >> 4), dim=1)
+    """The 16 bytes at ``start`` of every block as 32 values of 0..15, uint8 ``(n, 32)``; eight bytes at a time."""
+    packed = blocks[:, start : start + 16].contiguous().view(torch.int64)
+    return torch.cat((packed & _LOW_NIBBLES, (packed >> 4) & _LOW_NIBBLES), dim=1).view(torch.uint8)
 
 
 def _fives(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -65,23 +67,28 @@ def _fives(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _q4_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_nibbles(blocks, 2)).sub_(8).mul_(_halves(blocks, 0))
+    (d,) = _halves(blocks)
+    out.copy_(_nibbles(blocks, 2)).sub_(8).mul_(d)
 
 
 def _q4_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_nibbles(blocks, 4)).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    d, m = _halves(blocks, 2)
+    out.copy_(_nibbles(blocks, 4)).mul_(d).add_(m)
 
 
 def _q5_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_fives(blocks, 2)).sub_(16).mul_(_halves(blocks, 0))
+    (d,) = _halves(blocks)
+    out.copy_(_fives(blocks, 2)).sub_(16).mul_(d)
 
 
 def _q5_1(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(_fives(blocks, 4)).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    d, m = _halves(blocks, 2)
+    out.copy_(_fives(blocks, 4)).mul_(d).add_(m)
 
 
 def _q8_0(blocks: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(_halves(blocks, 0))
+    (d,) = _halves(blocks)
+    out.copy_(blocks[:, 2:].view(torch.int8)).mul_(d)
 
 
 _DECODERS: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = {

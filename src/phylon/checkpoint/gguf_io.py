@@ -16,14 +16,13 @@ import torch
 
 from phylon.checkpoint.files import MappedFile, quoted
 from phylon.checkpoint.gguf_blocks import BLOCKS, decode
-from phylon.checkpoint.source import DTYPES, TensorInfo, TensorSource, is_possible_shape
+from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource, is_possible_shape
 from phylon.spec.errors import UserError
 
 SCALARS = ["B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d"]  # struct letter by value type
 STRING, ARRAY = 8, 9
 MAX_ARRAY = 1 << 22  # elements; ten times the largest vocabulary
 MAX_NAME = 65535  # bytes of a key or a tensor name
-CHUNK = 1 << 19  # elements decoded at a time: 2 MB of float32 stay in the caches
 
 
 def open_gguf(path: str | Path) -> TensorSource:
@@ -78,7 +77,7 @@ class GgufSource:
         width = out.shape[-1]
         count = out.numel() // width
         rows = self._file.tensor(self._starts[info.name], info.nbytes, torch.uint8, (count, info.nbytes // count))
-        step = min(count, max(1, CHUNK // width))
+        step = min(count, max(1, SERIAL // width))
         direct = out.dtype == torch.float32 and out.device.type == "cpu" and out.is_contiguous()
         if direct:
             flat = out.view(count, width)

@@ -10,13 +10,15 @@ import torch
 
 from phylon.checkpoint.files import finish, quoted, write_tensor, written_beside
 from phylon.checkpoint.gguf_blocks import BLOCKS, TYPE_IDS, encode
-from phylon.checkpoint.gguf_io import ARRAY, CHUNK, SCALARS, STRING
+from phylon.checkpoint.gguf_io import ARRAY, SCALARS, STRING
 from phylon.checkpoint.source import DTYPES
 from phylon.spec.errors import UserError, did_you_mean
 
 WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 ALIGNMENT = 32
 UINT32, INT32, FLOAT32, BOOL, UINT64, INT64 = 4, 5, 6, 7, 10, 11
+
+CHUNK = 1 << 19  # elements quantised at a time
 
 Choice = Callable[[str, tuple[int, ...]], str]
 
@@ -118,14 +120,18 @@ def _kind(key: str, values: list[Any]) -> int:
 
 
 def _value(key: str, value: Any) -> tuple[int, bytes]:
+    """The value type and the bytes of one metadata value."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    kind = _kind(key, values) if values else INT32
+    try:
+        data = (
+            b"".join(map(_string, values)) if kind == STRING else struct.pack(f"<{len(values)}{SCALARS[kind]}", *values)
+        )
+    except OverflowError:
+        raise UserError(f"the metadata {quoted(key)} has a number that float32 cannot hold") from None
     if isinstance(value, (list, tuple)):
-        kind = _kind(key, list(value)) if value else INT32
-        data = b"".join(map(_string, value)) if kind == STRING else struct.pack(f"<{len(value)}{SCALARS[kind]}", *value)
-        return ARRAY, struct.pack("<IQ", kind, len(value)) + data
-    kind = _kind(key, [value])
-    if kind == INT32 and value >= 0:
-        kind = UINT32
-    return kind, _string(value) if kind == STRING else struct.pack("<" + SCALARS[kind], value)
+        return ARRAY, struct.pack("<IQ", kind, len(values)) + data
+    return (UINT32 if kind == INT32 and value >= 0 else kind), data
 
 
 def _write_rows(file: BinaryIO, name: str, tensor: torch.Tensor, dtype: str) -> int:

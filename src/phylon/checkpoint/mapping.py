@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from phylon.checkpoint.files import quoted
-from phylon.checkpoint.rules import CHUNK, Constant, Drop, Rename, Rule, Shape
-from phylon.checkpoint.source import DTYPES, TensorInfo, TensorSource
+from phylon.checkpoint.rules import Constant, Drop, Rename, Rule, Shape
+from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -271,4 +271,4 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype == b.dtype:
         return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
     a, b = a.reshape(-1), b.reshape(-1)
-    return all(torch.equal(a[k : k + CHUNK].double(), b[k : k + CHUNK].double()) for k in range(0, a.numel(), CHUNK))
+    return all(torch.equal(a[k : k + SERIAL].double(), b[k : k + SERIAL].double()) for k in range(0, a.numel(), SERIAL))

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from phylon.checkpoint.source import TensorSource
+from phylon.checkpoint.source import SERIAL, TensorSource
 
 Shape = tuple[int, ...]
-CHUNK = 1 << 18  # elements gathered at a time
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,7 @@ def _copy_rows(out: torch.Tensor, stored: torch.Tensor, rows: torch.Tensor, dim:
     if torch.equal(rows, torch.arange(first, first + count)):
         out.copy_(stored.narrow(dim, first, count))
         return
-    step = max(1, CHUNK * count // max(1, out.numel()))
+    step = max(1, SERIAL * count // max(1, out.numel()))
     size = list(out.shape)
     size[dim] = min(step, count)
     buffer = stored.new_empty(size)  # one, not one a turn: freed blocks of this size linger in the allocator

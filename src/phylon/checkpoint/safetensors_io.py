@@ -204,19 +204,7 @@ def write_safetensors(
     path = Path(path)
     pairs = list(tensors) if iter(tensors) is tensors else tensors
     extra = dict({"format": "pt"} if metadata is None else metadata)
-    shards: list[dict[str, TensorInfo]] = [{}]
-    filled, seen = 0, set()
-    for name, tensor in _items(pairs):
-        assert name not in seen, f"tensor {name} is written twice"
-        if tensor.dtype not in DTYPE_NAMES:
-            raise UserError(f"tensor {quoted(name)}: safetensors cannot hold {tensor.dtype}")
-        info = TensorInfo(name, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], tensor.numel() * tensor.element_size())
-        if max_shard_bytes is not None and filled and filled + info.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = info
-        seen.add(name)
-        filled += info.nbytes
+    shards = _shards(pairs, max_shard_bytes)
     index = path.with_name(path.name + INDEX_SUFFIX)
     if len(shards) == 1:
         targets, stale = [path], index
@@ -243,6 +231,24 @@ def write_safetensors(
                 finish(file)
     stale.unlink(missing_ok=True)
     return targets
+
+
+def _shards(pairs: Any, limit: int | None) -> list[dict[str, TensorInfo]]:
+    """Which tensors go in which file: in order, a new file where ``limit`` bytes of data would be passed."""
+    shards: list[dict[str, TensorInfo]] = [{}]
+    filled, seen = 0, set()
+    for name, tensor in _items(pairs):
+        assert name not in seen, f"tensor {name} is written twice"
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UserError(f"tensor {quoted(name)}: safetensors cannot hold {tensor.dtype}")
+        info = TensorInfo(name, tuple(tensor.shape), DTYPE_NAMES[tensor.dtype], tensor.numel() * tensor.element_size())
+        if limit is not None and filled and filled + info.nbytes > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = info
+        seen.add(name)
+        filled += info.nbytes
+    return shards
 
 
 def _items(tensors: Any) -> Iterable[tuple[str, torch.Tensor]]:

@@ -81,6 +81,15 @@ _NEUTRAL = frozenset(
         "chunk_size_feed_forward",
         "is_encoder_decoder",
         "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "predict_special_tokens",
+        "output_past",
+        "_num_labels",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
     ]
 )
 
@@ -92,6 +101,10 @@ class Config:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
         self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file holds ``key``, be it null."""
+        return key in self._data
 
     def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] | None = None) -> Any:
         """The value of ``key``; a one-line error where it is missing or of the wrong kind."""
@@ -205,11 +218,21 @@ def _folded(name: str) -> str:
 
 def preset(name: str) -> ModelSpec:
     """The spec of a named model; dashes, dots and case do not matter."""
+    return presets()[_preset_name(name)]()
+
+
+def family_of_preset(name: str) -> Family:
+    """The family that a named model belongs to."""
+    name = _preset_name(name)
+    return next(f for f in families() if name in f.presets)
+
+
+def _preset_name(name: str) -> str:
     known = presets()
-    found = known.get(name) or {_folded(key): make for key, make in known.items()}.get(_folded(name))
+    found = name if name in known else {_folded(key): key for key in known}.get(_folded(name))
     if found is None:
         raise UserError(f"unknown preset '{name}'{did_you_mean(name, known)}")
-    return found()
+    return found
 
 
 def hf_format(model_type: str) -> tuple[Family, HFFormat]:

@@ -7,6 +7,7 @@ Llama 3 (arXiv:2407.21783), section 3.2 and table 3.
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from phylon.checkpoint import Drop, Layout, PermuteRotary, Rename, Rule, TensorSource, Tied
@@ -36,30 +37,44 @@ def read_config(config: Config) -> ModelSpec:
     return spec
 
 
-def read_shared(config: Config) -> dict[str, Any]:
-    """The keys that LLaMA and Mistral configurations have in common, as arguments of ``llama_spec``."""
+def read_shared(config: Config, *, n_kv_heads: int | None = None, max_seq_len: int = 2048) -> dict[str, Any]:
+    """The keys that LLaMA and Mistral configurations have in common, as arguments of ``llama_spec``.
+
+    ``n_kv_heads`` (``None``: those of the queries) and ``max_seq_len`` are the reference's where a file is silent.
+    """
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if "num_key_value_heads" in config:
+        n_kv_heads = config.size("num_key_value_heads", None)
     head_dim = config.size("head_dim", None) or d_model // n_heads
-    max_seq_len = config.size("max_position_embeddings", 2048)
+    max_seq_len = config.size("max_position_embeddings", max_seq_len)
+    config.expect("partial_rotary_factor", 1.0, why="the reference turns whole heads of this family whatever it says")
     return {
         "d_model": d_model,
         "n_layers": config.depth("num_hidden_layers"),
         "n_heads": n_heads,
-        "n_kv_heads": config.size("num_key_value_heads", n_heads),
+        "n_kv_heads": n_kv_heads or n_heads,
         "head_dim": head_dim,
         "d_ff": config.size("intermediate_size"),
         "vocab_size": config.size("vocab_size"),
         "max_seq_len": max_seq_len,
         "eps": config.number("rms_norm_eps", 1e-6),
-        "rotary": read_rotary(config, head_dim, max_seq_len),
+        "rotary": whole_heads(read_rotary(config, head_dim, max_seq_len), config.where),
         "activation": activation_name(config, "hidden_act", "silu"),
         "attention_dropout": config.number("attention_dropout", 0.0),
         "tied": config.take("tie_word_embeddings", False, bool),
     }
 
 
+def whole_heads(rotary: Rotary, where: str) -> Rotary:
+    """Refuses partial rotary: the reference LLaMA and Mistral turn whole heads, whatever their configuration says."""
+    if rotary.dim is not None:
+        raise UserError(f"{where}: partial rotary is not supported: the reference of this family turns whole heads")
+    return rotary
+
+
 def read_biases(config: Config) -> dict[str, Any]:
-    config.ignore("rope_interleaved", "is_llama_config", "attention_type")
+    config.expect("rope_interleaved", False, why="weights of Hugging Face folders are in the half-split layout")
+    config.ignore("is_llama_config", "max_sequence_length")
     return {
         "attention_bias": config.take("attention_bias", False, bool),
         "ffn_bias": config.take("mlp_bias", False, bool),
@@ -92,7 +107,9 @@ def write_shared(spec: ModelSpec) -> dict[str, Any]:
         "vocab_size": part(stack.embed, TokenEmbed, "the embedding").vocab_size,
         "max_position_embeddings": max_seq_len,
         "rms_norm_eps": part(stack.norm_final, RMSNorm, "the final norm").eps,
-        **write_rotary(part(attention.rotary, Rotary, "attn.rotary"), attention.head_dim, max_seq_len),
+        **write_rotary(
+            whole_heads(part(attention.rotary, Rotary, "attn.rotary"), "this format"), attention.head_dim, max_seq_len
+        ),
         "hidden_act": hf_activation(ffn.activation),
         "attention_dropout": attention.dropout,
         "tie_word_embeddings": is_tied(spec),
@@ -100,6 +117,11 @@ def write_shared(spec: ModelSpec) -> dict[str, Any]:
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
+    return Layout(hf_rules(spec))
+
+
+def hf_rules(spec: ModelSpec) -> list[Rule | Drop]:
+    """The rules that LLaMA's descendants share."""
     theirs, ours = "model.layers.{i}.", "decoder.blocks.{i}."
     rules: list[Rule | Drop] = [
         _embedding(spec, "model.embed_tokens.weight", "lm_head.weight"),
@@ -115,7 +137,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
     ]
     if not is_tied(spec):
         rules.append(Rename("lm_head.weight", "heads.lm.proj.weight"))
-    return Layout(rules)
+    return rules
 
 
 def _embedding(spec: ModelSpec, name: str, head: str) -> Rule:
@@ -133,8 +155,8 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
     metadata.expect(prefix + "expert_count", 0, why="mixtures of experts come with their own family")
     rotary_dim = metadata.size(prefix + "rope.dimension_count", head_dim)
     embedding = source.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise UserError(f"{metadata.where} lacks the tensor 'token_embd.weight'")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"{metadata.where} lacks the matrix 'token_embd.weight'")
     vocab_size = metadata.size(prefix + "vocab_size", embedding.shape[0])
     spec = llama_spec(
         d_model=d_model,
@@ -145,9 +167,9 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
         d_ff=metadata.size(prefix + "feed_forward_length"),
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
-        eps=metadata.number(prefix + "attention.layer_norm_rms_epsilon"),
+        eps=_shortest(metadata.number(prefix + "attention.layer_norm_rms_epsilon")),
         rotary=Rotary(
-            theta=metadata.number(prefix + "rope.freq_base", 10_000.0),
+            theta=_shortest(metadata.number(prefix + "rope.freq_base", 10_000.0)),
             dim=None if rotary_dim == head_dim else rotary_dim,
             scaling=_read_gguf_scaling(metadata, source, max_seq_len),
         ),
@@ -159,13 +181,20 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
     return spec
 
 
+def _shortest(number: float) -> float:
+    """1e-5 where the file holds the float32 nearest to it: what was meant, and the same in fp32."""
+    return float(str(np.float32(number))) if float(np.float32(number)) == number else number
+
+
 def _read_gguf_scaling(metadata: Config, source: TensorSource, max_seq_len: int) -> Any:
     prefix = "llama.rope.scaling."
     kind = metadata.take(prefix + "type", "none", str)
-    factor = metadata.number(prefix + "factor", 1.0)
+    factor = _shortest(metadata.number(prefix + "factor", 1.0))
     original = metadata.size(prefix + "original_context_length", max_seq_len)
     metadata.ignore(prefix + "finetuned")
     if "rope_freqs.weight" in source.tensors:
+        if kind != "none":
+            raise UserError(f"{metadata.where} scales its frequencies twice: by 'rope_freqs.weight' and by '{kind}'")
         return FrequencyFactors(factors=tuple(source.read("rope_freqs.weight").double().tolist()))
     if kind == "linear":
         return LinearScaling(factor=factor)

@@ -13,9 +13,9 @@ from phylon.spec.errors import UserError
 
 
 def read_config(config: Config) -> ModelSpec:
-    window = config.size("sliding_window", None)
+    window = config.size("sliding_window", None) if "sliding_window" in config else 4096
     pattern: Pattern = Causal() if window is None else Window(size=window)
-    spec = llama_spec(**read_shared(config), pattern=pattern)
+    spec = llama_spec(**read_shared(config, n_kv_heads=8, max_seq_len=131_072), pattern=pattern)
     config.finish()
     return spec
 

@@ -15,10 +15,12 @@ from phylon.spec.base import RopeScaling
 from phylon.spec.errors import UserError
 
 
-def read_rotary(config: Config, head_dim: int, max_seq_len: int, *, default_theta: float = 10_000.0) -> Rotary:
+def read_rotary(
+    config: Config, head_dim: int, max_seq_len: int, *, default_theta: float = 10_000.0, default_share: float = 1.0
+) -> Rotary:
     """From ``rope_theta`` and ``rope_scaling``, or from the newer ``rope_parameters``."""
     theta = config.number("rope_theta", default_theta)
-    share = config.number("partial_rotary_factor", 1.0)
+    share = config.number("partial_rotary_factor", default_share)
     scaling = config.take("rope_scaling", None, dict)
     newer = config.take("rope_parameters", None, dict)
     if newer is not None:

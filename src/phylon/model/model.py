@@ -32,7 +32,7 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint. Build with ``phylon.build``, load with ``phylon.load``.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. Build with ``phylon.build``, load with ``phylon.load``.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -45,6 +45,7 @@ class Model(Part):
         self.tokenizer: Any = None
         self.generation = GenerationDefaults()
         self.stored_dtype: str | None = None
+        self.family: str | None = None
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):
@@ -119,8 +120,8 @@ class Model(Part):
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
         With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
         encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
-        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of
-        each row's last real token (B, 1, V), or none.
+        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits``: all scores, those of each
+        row's last real token (B, 1, V), or none.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")

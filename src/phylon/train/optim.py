@@ -14,10 +14,17 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class Optimizer(Slot):
-    """Slot of an optimizer: ``lr`` is the peak rate and ``clip`` the largest gradient norm (``None``: no clipping)."""
+    """Slot of an optimizer."""
 
-    lr: float
-    clip: float | None
+    @property
+    def lr(self) -> float:
+        """The peak learning rate."""
+        raise NotImplementedError
+
+    @property
+    def clip(self) -> float | None:
+        """The largest global gradient norm; ``None`` for no clipping."""
+        raise NotImplementedError
 
 
 class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
@@ -31,7 +38,7 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float | None = 1.0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -147,4 +154,4 @@ def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     return value.clone()
 
 
-register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=None)])
+register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=1.0)])

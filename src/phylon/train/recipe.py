@@ -4,6 +4,7 @@ A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [data] 
 ``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the usual one.
 """
 
+import typing
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -132,11 +133,22 @@ def recipe_from_toml(text: str) -> Recipe:
 def recipe_from_data(data: dict[str, Any]) -> Recipe:
     """The recipe of plain data with ``schema``; the usual ``kind`` is filled in where a table names none."""
     check_schema(data)
-    tables = {key: value for key, value in data.items() if key != "schema"}
-    for name, kind in USUAL_KINDS.items():
-        if isinstance(tables.get(name), dict):
-            tables[name] = {"kind": kind} | tables[name]
-    return from_data(Recipe, tables)
+    hints = typing.get_type_hints(Recipe)
+    parts: dict[str, Any] = {}
+    for name, table in data.items():
+        if name == "schema":
+            continue
+        if name not in Recipe.__struct_fields__:
+            raise UserError(f"unknown table [{name}]{did_you_mean(name, Recipe.__struct_fields__)}")
+        if isinstance(table, dict) and name in USUAL_KINDS:
+            table = {"kind": USUAL_KINDS[name]} | table
+        try:
+            parts[name] = from_data(hints[name], table)
+        except UserError as error:
+            raise UserError(f"[{name}] {error}") from None
+    if "model" not in parts:
+        raise UserError('the table [model] is missing; it says what to train, for example preset = "gpt2"')
+    return Recipe(**parts)
 
 
 def recipe_to_toml(recipe: Recipe) -> str:

@@ -1,7 +1,5 @@
 """``phylon.train``: a recipe (or a model's spec and data) to a trained model, its log, checkpoints and report."""
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,7 @@ from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
 from phylon.train.prepare import prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
-from phylon.train.report import write_report
+from phylon.train.report import write_report, write_text
 from phylon.train.trainer import Trainer
 
 
@@ -67,13 +65,13 @@ def train(
 
     _make_folder(out)
     source = data if data is not None and not isinstance(data, str | Path) else None
-    prepared = prepare(wanted, out, source, device, say)
+    prepared = prepare(wanted, out, source, device, say, resume=last is not None)
     model = prepared.model
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     trainer = Trainer(model, prepared.loader, wanted, out, callbacks, held_out=prepared.held_out, sample=sample)
     if last is not None:
         trainer.resume(last, allow_changes=allow_changes)
-    _write_text(out / "recipe.toml", recipe_to_toml(wanted))
+    write_text(out / "recipe.toml", recipe_to_toml(wanted))
     state = trainer.run()
     model.eval()
     save_model(model, out / "model")
@@ -106,15 +104,3 @@ def _make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to '{out}': {error.strerror}") from None
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write beside, then rename."""
-    try:
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except OSError as error:
-        raise UserError(f"cannot write '{path}': {error.strerror}") from None

@@ -80,6 +80,7 @@ class Trainer:
         self.held_out_loss: float | None = None
         self.samples: list[str] = []
         self._last: dict[str, int] = {}
+        self._base, self._start = 0.0, time.perf_counter()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -111,6 +112,8 @@ class Trainer:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
         self._base, self._start = state.seconds, time.perf_counter()
+        if state.step == 0:
+            self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
             self.budget.begin(state.step, state.seconds)
         for callback in self.callbacks:

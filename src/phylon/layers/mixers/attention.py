@@ -22,7 +22,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     """``o_proj(softmax(scale q k^T) v)``, every head over the keys its pattern allows.
 
     *Attention Is All You Need* (arXiv:1706.03762), section 3.2.2; multi-query (K = 1): arXiv:1911.02150; grouped
-    (1 < K < H): arXiv:2305.13245; QK-norm over the head: arXiv:2302.05442. Residual x (B, T, D); q (B, T, H, E);
+    (1 < K < H): arXiv:2305.13245; QK-norm over the head: arXiv:2302.05442; ``qkv_clip`` bounds what the maps give
+    (MPT, released code). Residual x (B, T, D); q (B, T, H, E);
     k, v (B, T, K, E). ``scale`` defaults to ``E ** -0.5``. ``qkv_bias`` and ``out_bias`` say whether those biases
     exist. Cost of a token: ``2 D E (2 H + 2 K)`` for the maps and ``4 S H E`` for S keys.
     """
@@ -38,6 +39,7 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     rotary: Rotation | None = None
     score_bias: ScoreBias | None = None
     qk_norm: Norm | None = None
+    qkv_clip: float | None = None
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
@@ -53,6 +55,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
             self.rotary.check(self.head_dim)
         if self.softcap is not None and not self.softcap > 0:
             raise UserError(f"softcap must be above 0, got {self.softcap}")
+        if self.qkv_clip is not None and not self.qkv_clip > 0:
+            raise UserError(f"qkv_clip must be above 0, got {self.qkv_clip}")
 
     def streams(self) -> str | None:
         if self.pattern.streams:
@@ -79,6 +83,8 @@ class AttentionModule(Part):
         q = self.q_proj(x).unflatten(-1, (spec.n_heads, spec.head_dim))
         k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        if spec.qkv_clip is not None:
+            q, k, v = (t.clamp(-spec.qkv_clip, spec.qkv_clip) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast a norm answers in fp32.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
@@ -89,6 +95,7 @@ class AttentionModule(Part):
         key = query
         if ctx.state is not None:
             part = ctx.state.parts[self.path]
+            assert isinstance(part, KVState)
             k, v, key = part.append(k, v, ctx.state)
             query = None if key is None else ctx.records
         dropout = spec.dropout if self.training else 0.0
@@ -117,7 +124,7 @@ class AttentionModule(Part):
             part, reach = FullKV(state.batch_size, spec.n_kv_heads, widths, max_len, like), None
         else:
             part = RollingKV(state.batch_size, spec.n_kv_heads, widths, reach, like)
-        state.add(self.path, part, reach)
+        state.add_keys(self.path, part, reach)
 
 
 def _flops(spec: Attention, width: int, n_keys: int) -> int:
@@ -134,6 +141,7 @@ def _cases() -> list[Attention]:
         grouped.replace(softcap=5.0, scale=0.3),
         grouped.replace(rotary=None, score_bias=Alibi(slopes=alibi_slopes(4))),
         grouped.replace(qk_norm=RMSNorm()),
+        grouped.replace(qkv_clip=0.7),
         grouped.replace(rotary=None, pattern=Full()),
     ]
 

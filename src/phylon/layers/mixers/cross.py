@@ -82,7 +82,7 @@ class CrossAttentionModule(Part):
         return k, v
 
     def add_state(self, state: State, max_len: int | None) -> None:
-        state.add_cross(self.path, CrossKV(state.batch_size, self.spec.n_heads, self.spec.head_dim, self.k_proj.weight))
+        state.add(self.path, CrossKV(state.batch_size, self.spec.n_heads, self.spec.head_dim, self.k_proj.weight))
 
 
 def _flops(spec: CrossAttention, width: int, n_keys: int) -> int:

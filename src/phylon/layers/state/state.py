@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phylon.layers.state.chunk import Chunk, positions_from_segments
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
-from phylon.layers.state.kv import KVState
+from phylon.layers.state.part import StatePart
 from phylon.patterns import Records
 from phylon.spec.errors import UserError
 
@@ -34,7 +34,7 @@ class State:
         self.aligned = True
         self.chunk_aligned = True
         self.source: Records | None = None
-        self.parts: dict[str, KVState] = {}
+        self.parts: dict[str, StatePart] = {}
         self._indices: dict[int | None, FullIndex | RollingIndex] = {}
         self._memo: dict[Any, Any] = {}
 
@@ -42,7 +42,11 @@ class State:
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def add(self, path: str, part: KVState, window: int | None) -> None:
+    def add(self, path: str, part: StatePart) -> None:
+        """Register the part of a mixer that keeps no keys of the row's own tokens: recurrent, cross."""
+        self.parts[path] = part
+
+    def add_keys(self, path: str, part: StatePart, window: int | None) -> None:
         """Register a mixer's part, and the key index of its geometry."""
         self.parts[path] = part
         if window not in self._indices:
@@ -52,10 +56,6 @@ class State:
                 else RollingIndex(self.batch_size, window, self.device)
             )
             self._indices[window] = made
-
-    def add_cross(self, path: str, part: KVState) -> None:
-        """Register the part of a mixer that reads the encoder's output; its keys are not the row's own tokens."""
-        self.parts[path] = part
 
     def index(self, window: int | None) -> FullIndex | RollingIndex:
         """The key index of all full (``None``) or rolling parts of one window."""
