@@ -3,6 +3,8 @@
 import errno
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,22 @@ def fails(run: Callable) -> Callable[..., str]:
         assert found.err.count("\n") == 1
         assert len(found.err) < 400
         return found.err
+
+    return call
+
+
+@pytest.fixture
+def train_fails(run: Callable, tmp_path: Path) -> Callable[..., str]:
+    """Train tinygpt into ``tmp_path/run``; it talks on standard error, and the last line must be the mistake."""
+
+    def call(*settings: str) -> str:
+        args = [word for setting in settings for word in ("--set", setting)]
+        found = run("train", "tinygpt", "--out", tmp_path / "run", "--device", "cpu", *args)
+        assert found.code == 2, found
+        assert found.out == ""
+        assert "Traceback" not in found.err
+        assert not (tmp_path / "run/model").exists()
+        return found.err.splitlines()[-1]
 
     return call
 
@@ -83,7 +101,7 @@ def test_truncated_and_missing_weights(fails: Callable, command: str, model_fold
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["shwo"], "did you mean 'show'"),
+        (["shwo"], "Did you mean 'show'"),
         (["show"], "missing argument"),
         (["show", "gpt2", "--batsh", "1"], "--batch"),
         (["show", "lama-7b"], "did you mean 'llama-7b'"),
@@ -100,10 +118,7 @@ def test_truncated_and_missing_weights(fails: Callable, command: str, model_fold
         (["train", "tinygpt", "--out", "{out}", "--set", "optim.rl=1"], "did you mean 'lr'"),
         (["train", "tinygpt", "--out", "{out}", "--set", "optim.lr"], "not an assignment"),
         (["train", "tinygpt", "--out", "{out}", "--set", "run.steps=-1"], "steps"),
-        (["train", "tinygpt", "--out", "{out}", "--set", "data.seq_len=153"], "152"),
-        (["train", "tinygpt", "--out", "{out}", "--set", "model.preset=gtp2"], "did you mean 'gpt2'"),
         (["train", "tinygpt", "--out", "{out}", "--resume", "--fresh"], "choose one"),
-        (["train", "tinygpt", "--out", "{out}", "--device", "abacus"], "abacus"),
         (["generate", "{model}"], "--prompt"),
         (["generate", "{model}", "--prompt", ""], "empty"),
         (["generate", "{model}", "--prompt-ids", "1 x"], "whole numbers"),
@@ -130,31 +145,19 @@ def test_arguments(fails: Callable, args: list[str], words: str, model_folder: P
 
 
 def test_a_full_disk_leaves_nothing(
-    fails: Callable, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fails: Callable, train_fails: Callable, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_args: object, **_kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("phylon.hub.save.write_safetensors", full)
+    monkeypatch.setattr(sys.modules["phylon.hub.save"], "write_safetensors", full)
     before = sorted(tmp_path.iterdir())
     assert "the disk is full" in fails("convert", model_folder, tmp_path / "out", "--to", "native")
     assert sorted(tmp_path.iterdir()) == before
-    out = tmp_path / "run"
-    small = ["--set", "run.steps=1", "--set", "data.source.repeat=1", "--set", "data.seq_len=19"]
     monkeypatch.setattr("phylon.train.checkpoint.write_safetensors", full)
-    line = fails_after_progress(fails, "train", "tinygpt", "--out", out, "--device", "cpu", *small)
+    line = train_fails("run.steps=1", "data.source.repeat=1", "data.seq_len=19")
     assert "space" in line or "full" in line
-    assert not (out / "model").exists()
-
-
-def fails_after_progress(fails: Callable, *args: object) -> str:
-    """Training talks on standard error; the last line is the mistake."""
-    call = fails.__closure__[0].cell_contents  # the `run` fixture
-    found = call(*args)
-    assert found.code == 2
-    assert found.out == ""
-    assert "Traceback" not in found.err
-    return found.err.splitlines()[-1]
+    assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
 def test_a_place_that_cannot_be_written(fails: Callable, model_folder: Path, tmp_path: Path) -> None:
@@ -178,11 +181,30 @@ def test_interrupts_are_130_and_one_line(fails: Callable, monkeypatch: pytest.Mo
     assert "step 7" in fails("list", "families", code=143)
 
 
-def test_memory_that_nobody_has_is_one_line(fails: Callable, tmp_path: Path) -> None:
-    huge = ["--set", "model.set={'decoder.d_model'=1000000000}"]
-    line = fails_after_progress(fails, "train", "tinygpt", "--out", tmp_path / "run", *huge)
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.seq_len=153", "152"),
+        ("model.preset=gtp2", "did you mean 'gpt2'"),
+        ("model.set={'decoder.d_model'=1000000000000}", "memory"),
+    ],
+)
+def test_training_that_cannot_begin(train_fails: Callable, setting: str, words: str) -> None:
+    line = train_fails(setting)
     assert line.startswith("phylon: ")
-    assert not (tmp_path / "run/model").exists()
+    assert words in line
+
+
+def test_a_reader_who_leaves_is_no_error(tmp_path: Path) -> None:
+    script = "from phylon.cli.main import main; import sys; sys.exit(main(['list', 'presets']))"
+    done = subprocess.run(
+        ["bash", "-c", '"$0" -c "$1" | true; echo "${PIPESTATUS[0]}"', sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "141"
+    assert done.stderr == ""
 
 
 def test_our_own_mistakes_stay_loud(monkeypatch: pytest.MonkeyPatch) -> None:
