@@ -61,7 +61,7 @@ class Report:
 
     def to_data(self) -> dict[str, Any]:
         """Plain values, ready for JSON: an error that is not finite becomes ``None`` and a reason."""
-        cells = [asdict(cell) for cell in self.cells]
+        cells: list[dict[str, Any]] = [asdict(cell) for cell in self.cells]
         for cell in cells:
             for key in ("error", "bound"):
                 if isinstance(cell[key], float) and not math.isfinite(cell[key]):
