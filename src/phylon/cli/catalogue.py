@@ -98,15 +98,16 @@ def presets_page(rows: Rows) -> str:
 def mechanisms_page(rows: Rows) -> str:
     from textwrap import fill
 
-    cells = []
+    margin = " " * 23
+    groups = []
     for slot in dict.fromkeys(row["slot"] for row in rows):
-        own = [row for row in rows if row["slot"] == slot]
-        lines = [
-            f"  {r['kind']:<21}{r['paper']}\n{fill(r['idea'].replace('``', ''), 80, initial_indent=' ' * 23, subsequent_indent=' ' * 23)}"
-            for r in own
-        ]
-        cells.append("\n".join([slot, *lines]))
-    return "\n\n".join(cells)
+        lines = [slot]
+        for row in rows:
+            if row["slot"] == slot:
+                idea = fill(row["idea"].replace("``", ""), 80, initial_indent=margin, subsequent_indent=margin)
+                lines += [f"  {row['kind']:<21}{row['paper']}", idea]
+        groups.append("\n".join(lines))
+    return "\n\n".join(groups)
 
 
 def backends_page(rows: Rows) -> str:

@@ -1,5 +1,7 @@
 """``phylon chat``: a conversation in the terminal."""
 
+import contextlib
+import importlib
 import sys
 from typing import Annotated, Any
 
@@ -46,6 +48,8 @@ def chat(
         logprobs=False,
     )
     if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history for input()
         note(f"{model}: {HELP}")
     talk(session)
 

@@ -17,7 +17,7 @@ def convert(
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Rewrite a model as a native folder, a Hugging Face folder or a GGUF file."""
+    """Rewrite a model as a native, Hugging Face or GGUF one."""
     from phylon.hub import load, save, save_gguf
     from phylon.spec.errors import UserError
 

@@ -42,7 +42,7 @@ def train(
     result = run(
         chosen, out=out, resume=resume, sample=sampler(prompt or []), callbacks=[ProgressLine()], device=device
     )
-    note(f"model in {out / 'model'}, report in {out / 'report.html'}")
+    note(f"model: {out / 'model'}, report: {out / 'report.html'}")
     note(f"try: phylon generate {out / 'model'} --prompt {_quoted(result.tokenizer, prompt or [])}")
 
 

@@ -4,5 +4,5 @@ from phylon.cli.common import Device, Dtype, Json, ModelName
 
 
 def verify(model: ModelName, device: Device = "auto", dtype: Dtype = None, as_json: Json = False) -> None:
-    """Check a model: its files, its weights, and that the same tokens give the same logits."""
+    """Check a model: files, weights, and the law on it."""
     raise NotImplementedError
