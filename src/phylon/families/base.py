@@ -218,11 +218,21 @@ def _folded(name: str) -> str:
 
 def preset(name: str) -> ModelSpec:
     """The spec of a named model; dashes, dots and case do not matter."""
+    return presets()[_preset_name(name)]()
+
+
+def family_of_preset(name: str) -> Family:
+    """The family that a named model belongs to."""
+    name = _preset_name(name)
+    return next(f for f in families() if name in f.presets)
+
+
+def _preset_name(name: str) -> str:
     known = presets()
-    found = known.get(name) or {_folded(key): make for key, make in known.items()}.get(_folded(name))
+    found = name if name in known else {_folded(key): key for key in known}.get(_folded(name))
     if found is None:
         raise UserError(f"unknown preset '{name}'{did_you_mean(name, known)}")
-    return found()
+    return found
 
 
 def hf_format(model_type: str) -> tuple[Family, HFFormat]:

@@ -19,7 +19,10 @@ NATIVE_CONFIG = "phylon.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file."""
+    """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file.
+
+    ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
+    """
 
     path: Path
     format: Literal["native", "hf", "gguf"]
@@ -27,6 +30,7 @@ class Description:
     spec: ModelSpec
     generation: GenerationDefaults
     source: TensorSource | None = None
+    written_as: str | None = None
 
 
 def describe(path_or_name: str | Path) -> Description:
@@ -55,7 +59,15 @@ def _native(path: Path) -> Description:
         generation = from_data(GenerationDefaults, data.get("generation", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
-    return Description(path=path, format="native", family=None, spec=spec, generation=generation)
+    named = data.get("family")
+    return Description(
+        path=path,
+        format="native",
+        family=None,
+        spec=spec,
+        generation=generation,
+        written_as=named if isinstance(named, str) else None,
+    )
 
 
 def _hf(path: Path) -> Description:
@@ -68,7 +80,7 @@ def _hf(path: Path) -> Description:
     spec = fmt.read(Config(data, str(path / "config.json")))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
-    return Description(path=path, format="hf", family=family, spec=spec, generation=generation)
+    return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
 
 
 def _gguf(path: Path) -> Description:
@@ -80,7 +92,15 @@ def _gguf(path: Path) -> Description:
     own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
     spec = fmt.read(Config(own, str(path)), source)
     nothing = GenerationDefaults()
-    return Description(path=path, format="gguf", family=family, spec=spec, generation=nothing, source=source)
+    return Description(
+        path=path,
+        format="gguf",
+        family=family,
+        spec=spec,
+        generation=nothing,
+        source=source,
+        written_as=family.name,
+    )
 
 
 def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:

@@ -38,6 +38,7 @@ def load(
         source, layout = found.source, found.family.gguf.layout(found.spec)
     model = _filled(found.spec, source, layout, found.path, dtype, device)
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
+    model.family = found.written_as
     if found.format == "gguf":
         model.tokenizer, model.generation = _gguf_vocabulary(source)
     return model.eval()

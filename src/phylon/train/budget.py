@@ -1,6 +1,6 @@
 """A run that must fit a time: measure the speed, and set the number of steps so that the schedule reaches its end."""
 
-FIRST_PLAN = 8  # the first steps pay for warming up
+FIRST_PLAN = 2  # the very first step pays for warming up; the next plans come soon, and then more rarely
 PLANS = 25  # how often the plan is looked at again over a run
 
 
@@ -28,7 +28,7 @@ class TimeBudget:
         left = max(0.0, self.seconds - self.reserve - elapsed)
         total = min(self.most, step + int(left / max(per_step, 1e-9)))
         self._mark = (step, elapsed)
-        return max(total, step), step + max(1, total // PLANS)
+        return max(total, step), step + max(1, min(2 * step, total // PLANS))
 
     def over(self, elapsed: float) -> bool:
         """Whether the time is used up."""

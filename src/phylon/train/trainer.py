@@ -112,6 +112,8 @@ class Trainer:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
         self._base, self._start = state.seconds, time.perf_counter()
+        if state.step == 0:
+            self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
             self.budget.begin(state.step, state.seconds)
         for callback in self.callbacks:
