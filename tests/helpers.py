@@ -163,15 +163,18 @@ def drawn(name: str) -> Model:
     return draw(small_models()[name])
 
 
-def assert_close(ours: Tensor, reference: Tensor, tolerance: float = TOLERANCE, what: str = "") -> None:
-    """``max|difference| <= tolerance x max|reference|``, and the same shape."""
+def assert_close(
+    ours: Tensor, reference: Tensor, tolerance: float = TOLERANCE, what: str = "", floor: float = 0.0
+) -> None:
+    """``max|difference| <= tolerance x max(floor, max|reference|)``, and the same shape."""
+    ours, reference = ours.detach(), reference.detach()
     assert ours.shape == reference.shape, f"{what}: shape {tuple(ours.shape)}, expected {tuple(reference.shape)}"
     if ours.numel() == 0:
         return
     assert not ours.isnan().any(), f"{what}: NaN"
     ours, reference = ours.detach().double(), reference.detach().double()
     difference = float((ours - reference).abs().max())
-    limit = tolerance * float(reference.abs().max())
+    limit = tolerance * max(floor, float(reference.abs().max()))
     assert difference <= limit, f"{what}: off by {difference:.3g}, limit {limit:.3g}"
 
 

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: attention and feed-forward in parallel with a norm each, rotary on a share of each head.
 
-GPT-NeoX-20B: Black et al. (arXiv:2204.06745), section 2.1 and table 1. Pythia: Biderman et al. (arXiv:2304.01373),
+GPT-NeoX-20B: Black et al. (arXiv:2204.06745), section 2.1. Pythia: Biderman et al. (arXiv:2304.01373),
 table 1. The 20B paper wished for one norm for both branches; by an oversight that it reports, each has its own.
 """
 

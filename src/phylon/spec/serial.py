@@ -30,6 +30,8 @@ def from_data(kind: type[T], data: Any) -> T:
         return msgspec.convert(_expand(data), kind, dec_hook=structure_slot)
     except msgspec.ValidationError as error:
         raise UserError(_one_line(str(error), kind)) from None
+    except RecursionError:
+        raise UserError("the spec is nested too deeply") from None
 
 
 def to_json(spec: Spec, *, name: str = "model") -> str:
@@ -43,6 +45,8 @@ def from_json(kind: type[T], text: str | bytes, *, name: str = "model") -> T:
         data = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise UserError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise UserError("not a spec: the JSON is nested too deeply") from None
     return from_data(kind, unwrap(data, name))
 
 
@@ -62,6 +66,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not TOML: {error}") from None
+    except RecursionError:
+        raise UserError("not a spec: the TOML is nested too deeply") from None
 
 
 def unwrap(data: Any, name: str) -> Any:

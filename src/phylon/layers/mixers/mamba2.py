@@ -136,7 +136,7 @@ class Mamba2Module(Part):
 
 
 class GatedNorm(Part):
-    """``rms_norm(y * silu(z)) * weight`` over each group's channels, in at least fp32. arXiv:2405.21060, section 7.1."""
+    """``rms_norm(y * silu(z)) * weight`` over each group's channels, at least in fp32. arXiv:2405.21060, §7.1."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -153,13 +153,10 @@ class GatedNorm(Part):
 
 
 def _flops(spec: Mamba2, width: int, n_keys: int) -> int:
-    """Matrix products: the maps, and the scan in chunks of L steps. The convolution is elementwise."""
+    """The maps, the convolution, and the matrix products of the scan in full chunks of L steps."""
     maps = width * (sum(spec.widths) + spec.inner + spec.n_heads) + spec.inner * width
-    if n_keys == 1:
-        return 2 * maps + 2 * spec.inner * spec.d_state
-    length = min(n_keys, CHUNK)
-    inside = length * (spec.n_groups * spec.d_state + spec.inner)
-    return 2 * maps + 2 * (inside + 2 * spec.inner * spec.d_state)
+    inside = min(n_keys, CHUNK) * (spec.n_groups * spec.d_state + spec.inner)
+    return 2 * (maps + sum(spec.widths) * spec.d_conv + inside + 2 * spec.inner * spec.d_state)
 
 
 def _cases() -> list[Mamba2]:

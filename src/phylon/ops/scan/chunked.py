@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from phylon.ops.scan.call import ScanCall, cleared, wide
@@ -16,6 +15,8 @@ from phylon.ops.scan.call import ScanCall, cleared, wide
 _CHUNK_NUMBERS = 2**18
 """Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache and pay for fresh pages at every turn."""
 _LONGEST = 64
+_SHORTEST = 16
+"""Of every chunk the first state is kept for the backward pass: at 16 steps they are as large as ``x`` for N = 16."""
 
 
 class ScanChunked:
@@ -35,9 +36,13 @@ class ScanChunked:
         batch, _, width = x.shape
         h = x.new_zeros(batch, *A.shape) if call.state is None else call.state.to(x.dtype)
         keep = kept(call.breaks.resets, x.dtype)
-        length = max(1, min(_LONGEST, _CHUNK_NUMBERS // (batch * width * A.shape[1])))
-        y, h = in_chunks(_chunk, length, (x, dt, B, C, keep), (A, D), h)
+        y, h = in_chunks(_chunk, chunk_length(batch * width * A.shape[1]), (x, dt, B, C, keep), (A, D), h)
         return y.to(call.x.dtype), h
+
+
+def chunk_length(numbers: int) -> int:
+    """Steps of a chunk, for a state of so many numbers."""
+    return min(_LONGEST, max(_SHORTEST, _CHUNK_NUMBERS // numbers))
 
 
 def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -91,7 +96,7 @@ def _chunk(
 
 
 class _Recurrence(torch.autograd.Function):
-    """``h_t = a_t h_{t-1} + b_t`` for ``a``, ``b`` (B, L, D, N) and the first ``h`` (B, D, N); all states (B, L, D, N)."""
+    """All states (B, L, D, N) of ``h_t = a_t h_{t-1} + b_t`` for ``a``, ``b`` (B, L, D, N) and the first ``h``."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, h: Tensor) -> Tensor:
@@ -100,7 +105,6 @@ class _Recurrence(torch.autograd.Function):
         return states
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         grad: Tensor = grad_outputs[0]
         a, h, states = ctx.saved_tensors
