@@ -12,11 +12,13 @@ from phylon.layers.ffn.mlp import GLU, MLP
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import FanInInit
 from phylon.layers.mixers.attention import Attention
+from phylon.layers.mixers.cross import CrossAttention
 from phylon.layers.norms import LayerNorm, RMSNorm
 from phylon.layers.positions.absolute import LearnedPositions
 from phylon.layers.positions.rotary import Rotary, Rotation
+from phylon.layers.positions.score_bias import SharedRef
 from phylon.model import Block, Branch, Model, ModelSpec, Stack, Sublayer, build, post_norm, pre_norm
-from phylon.patterns import Pattern
+from phylon.patterns import Full, Pattern
 from phylon.spec import (
     Embed,
     FeedForward,
@@ -27,6 +29,8 @@ from phylon.spec import (
     Norm,
     Position,
     RopeScaling,
+    ScoreBias,
+    Shared,
     Slot,
     Spec,
     entries,
@@ -65,6 +69,14 @@ def cases(slot: type[Slot]) -> Iterator[tuple[str, Slot]]:
 def wrapped(slot: type[Slot], case: Slot) -> ModelSpec | None:
     """A model around one mechanism, or ``None`` for a slot that models do not have yet."""
     match case:
+        case CrossAttention():
+            return encoder_decoder(pre_norm(case, RMSNorm()))
+        case Shared():
+            shared = pre(mixer=PLAIN.replace(score_bias=SharedRef(name="rel_bias")))
+            assert shared.decoder is not None
+            return shared.replace(decoder=shared.decoder.replace(shared={"rel_bias": case}))
+        case ScoreBias():
+            return None if isinstance(case, SharedRef) else pre(mixer=_with_bias(case))
         case Mixer():
             return pre(mixer=case, embed=EMBED.replace(positions=LearnedPositions(max_seq_len=64)))
         case FeedForward():
@@ -86,6 +98,21 @@ def wrapped(slot: type[Slot], case: Slot) -> ModelSpec | None:
         case Init():
             return pre(init=case)
     return None
+
+
+def _with_bias(case: ScoreBias) -> Attention:
+    heads = len(getattr(case, "slopes", range(4)))
+    return PLAIN.replace(n_heads=heads, n_kv_heads=1, score_bias=case)
+
+
+def encoder_decoder(*middle: Sublayer) -> ModelSpec:
+    """Pre-norm encoder and decoder with cross-attention, positions by rotation."""
+    norm = RMSNorm()
+    first, last = pre_norm(ATTENTION, norm), pre_norm(FFN, norm)
+    both_ways = pre_norm(ATTENTION.replace(pattern=Full()), norm)
+    spec = decoder(*[Block(sublayers=(first, *middle, last))] * 2, norm_final=norm)
+    encoder = Stack(d_model=WIDTH, embed=EMBED, blocks=(Block(sublayers=(both_ways, last)),) * 2, norm_final=norm)
+    return spec.replace(encoder=encoder)
 
 
 def arrangements() -> dict[str, ModelSpec]:
@@ -145,8 +172,9 @@ def assert_close(
     if ours.numel() == 0:
         return
     assert not ours.isnan().any(), f"{what}: NaN"
-    difference = float((ours.double() - reference.double()).abs().max())
-    limit = tolerance * max(floor, float(reference.double().abs().max()))
+    ours, reference = ours.detach().double(), reference.detach().double()
+    difference = float((ours - reference).abs().max())
+    limit = tolerance * max(floor, float(reference.abs().max()))
     assert difference <= limit, f"{what}: off by {difference:.3g}, limit {limit:.3g}"
 
 

@@ -33,9 +33,18 @@ def documents(model: Model, lengths: Sequence[int], seed: int = 0) -> Docs:
 def values(model: Model, tokens: Tensor, **options: object) -> Tensor:
     """(B, T, D + the logits of every head that scores tokens): all that the law speaks of."""
     with torch.no_grad():
-        out = model(tokens, **options)
+        out = model(tokens, **options, **source_for(model, len(tokens), options.get("state")))
     heads = [out.heads[name] for name, head in model.heads.items() if getattr(head, "token_wise", False)]
     return torch.cat([out.hidden, *heads], dim=-1)
+
+
+def source_for(model: Model, batch: int, state: object) -> dict[str, Tensor]:
+    """What an encoder-decoder reads on its first call: the same source for every document id that a route may use."""
+    if model.encoder is None or model.decoder is None or getattr(state, "source", None) is not None:
+        return {}
+    ids = torch.arange(1, 31).repeat_interleave(5)
+    source = torch.tensor([3, 1, 4, 1, 5]).repeat(30)
+    return {"source": source.expand(batch, -1), "source_segments": ids.expand(batch, -1)}
 
 
 def alone(model: Model, docs: Docs) -> list[Tensor]:
@@ -196,7 +205,7 @@ def looks_back(model: Model) -> bool:
 
 def streams(model: Model) -> bool:
     return model.decoder is not None and all(
-        n.streams() is None for n in mechanisms(model.spec) if isinstance(n, Mixer)
+        n.streams() is None for n in mechanisms(model.spec.decoder) if isinstance(n, Mixer)
     )
 
 

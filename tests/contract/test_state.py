@@ -69,7 +69,7 @@ def test_crop(name: str, wanted: int | list[int], lengths: tuple[int, ...]) -> N
     model = drawn(name)
     state, docs = fresh(model, lengths)
     if any(part.can_crop(state) for part in state.parts.values()):
-        with pytest.raises(UserError, match=r"cannot crop the state of decoder.blocks.\d.attn: a rolling buffer of \d"):
+        with pytest.raises(UserError, match=r"cannot crop the state of decoder.blocks"):
             state.crop(wanted)
         assert state.lengths == list(lengths)
         goes_on(model, state, docs)

@@ -31,6 +31,7 @@ class Context:
 
     records: Records
     aligned: bool
+    batch_size: int = 1
     types: Tensor | None = None
     state: State | None = None
     chunk: Chunk | None = None

@@ -25,12 +25,15 @@ class LayerNorm(Mechanism, Norm, frozen=True, kw_only=True):
 
 
 class RMSNorm(Mechanism, Norm, frozen=True, kw_only=True):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension.
+    """``x / sqrt(mean(x^2) + eps) * (offset + weight)`` over the last dimension.
 
-    Zhang and Sennrich (arXiv:1910.07467), equation 4. ``x`` (..., D); ``weight`` (D,). Cost: O(D) a token.
+    Zhang and Sennrich (arXiv:1910.07467), equation 4. ``x`` (..., D); ``weight`` (D,). ``offset`` is the convention of
+    what the weight counts from: 0, or 1 in Gemma (arXiv:2403.08295, released code), where adding it before storing
+    would not round back. Cost: O(D) a token.
     """
 
     eps: float = 1e-6
+    offset: float = 0.0
 
     def __post_init__(self) -> None:
         _check_eps(self.eps)
@@ -60,14 +63,17 @@ class LayerNormModule(Part):
 class RMSNormModule(Part):
     def __init__(self, spec: RMSNorm, width: int) -> None:
         super().__init__()
-        self.eps = spec.eps
+        self.eps, self.offset = spec.eps, spec.offset
         self.weight = nn.Parameter(torch.empty(width))
 
     def init_parameters(self, init: InitContext) -> None:
-        nn.init.ones_(self.weight)
+        nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        weight = self.weight
+        if self.offset:
+            weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
+        return rms_norm(x, weight, self.eps)
 
 
 register(
@@ -81,6 +87,6 @@ register(
     RMSNorm,
     module=RMSNormModule,
     paper="arXiv:1910.07467 eq. 4",
-    cases=lambda: [RMSNorm(), RMSNorm(eps=1e-5)],
+    cases=lambda: [RMSNorm(), RMSNorm(eps=1e-5), RMSNorm(offset=1.0)],
     flops=lambda spec, width, n_keys: 0,
 )

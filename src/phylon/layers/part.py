@@ -1,5 +1,6 @@
 """Base of every module that owns parameters, and the linear map they are built from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,11 +41,18 @@ class Part(nn.Module):
         """Initialise the parameters and buffers this very module owns (not those of its children)."""
 
     def add_state(self, state: State, max_len: int | None) -> None:
-        """Give ``state`` what this very module keeps between calls (``State.add``); nothing by default."""
+        """Give ``state`` what this very module keeps between calls (``State.add_keys``, ``add``)."""
 
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """Show ``value`` to the recorder, if there is one, under ``<path>.<name>``."""
         return value if ctx.taps is None else ctx.taps(f"{self.path}.{name}", value)
+
+    def score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
+        """What an attention op shows scores and weights to, if anybody wants them: only the reference can."""
+        taps = ctx.taps
+        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
+            return None
+        return lambda name, value: self.tap(ctx, name, value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)

@@ -32,7 +32,8 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint. Build with ``phylon.build``, load with ``phylon.load``.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. Build with
+    ``phylon.build``, load with ``phylon.load``.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -45,6 +46,7 @@ class Model(Part):
         self.tokenizer: Any = None
         self.generation = GenerationDefaults()
         self.stored_dtype: str | None = None
+        self.family: str | None = None
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):
@@ -117,32 +119,71 @@ class Model(Part):
 
         ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
-        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was.
-        ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits`` computes all scores, those of each row's last
-        real token (B, 1, V), or none.
+        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
+        encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
+        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits``: all scores, those of each
+        row's last real token (B, 1, V), or none.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
-        for name, given in (("source", source), ("source_segments", source_segments), ("images", images)):
-            if given is not None:
-                raise UserError(f"this model takes no {name}; it reads tokens")
+        if images is not None:
+            raise UserError("this model takes no images; it reads tokens")
         shape = self._shape(tokens, embeds)
         for name, given in (("segments", segments), ("positions", positions), ("types", types), ("marks", marks)):
             _check_per_token(name, given, shape)
         device = tokens.device if tokens is not None else self.device if embeds is None else embeds.device
         ctx = self._context(shape, device, segments, positions, types, marks, state)
+        read = self._reads_source(source, source_segments, state)
         if state is None:
+            if read is not None:
+                self._read(*read, ctx)
             return self._run(tokens, embeds, ctx, targets, logits)
         assert ctx.chunk is not None
         with torch.no_grad():
             state.begin(ctx.chunk)
+            ctx.memory_records = state.source
             try:
+                if read is not None:
+                    self._read(*read, ctx)
                 out = self._run(tokens, embeds, ctx, targets, logits)
             except BaseException:
                 state.rollback()
                 raise
-            state.commit(ctx.chunk)
+            state.commit(ctx.chunk, ctx.memory_records)
         return out
+
+    def _reads_source(
+        self, source: Tensor | None, segments: Tensor | None, state: State | None
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """The source this call must encode, or ``None``; a one-line refusal where it is missing or given twice."""
+        if self.encoder is None or self.decoder is None:
+            if source is not None or segments is not None:
+                raise UserError("this model takes no source; give the text as tokens")
+            return None
+        if state is not None and state.source is not None:
+            if source is not None or segments is not None:
+                raise UserError("the state has read its source already; only the first call takes it")
+            return None
+        if source is None:
+            raise UserError("an encoder-decoder needs source (B, S) on its first call")
+        if source.ndim != 2 or 0 in source.shape or source.dtype not in (torch.int64, torch.int32):
+            raise UserError(f"source must be (B, S) int64 and not empty, got {tuple(source.shape)} {source.dtype}")
+        _check_per_token("source_segments", segments, source.shape)
+        return source, segments
+
+    def _read(self, source: Tensor, segments: Tensor | None, ctx: Context) -> None:
+        """Encode the source into ``ctx.memory``."""
+        assert self.encoder is not None
+        if len(source) != ctx.batch_size:
+            raise UserError(f"source has {len(source)} rows, tokens {ctx.batch_size}; they must agree")
+        own = self._context(source.shape, source.device, segments, None, None, None, None)
+        own.aux = ctx.aux
+        ctx.memory = self.encoder(source, None, own)
+        if ctx.state is not None:
+            ids = torch.ones_like(source) if segments is None else segments
+            ctx.memory_records = Records(own.records.positions.expand_as(source), ids)
+        elif own.records.segments is not None:
+            ctx.memory_records = own.records
 
     def _run(
         self,
@@ -204,7 +245,9 @@ class Model(Part):
             elif positions is None:
                 positions = torch.arange(length, device=device)[None]
         records = Records(positions, segments, marks)
-        return Context(records=records, aligned=aligned, types=types, state=state, chunk=chunk, taps=self.taps)
+        return Context(
+            records=records, aligned=aligned, batch_size=batch, types=types, state=state, chunk=chunk, taps=self.taps
+        )
 
     def _run_heads(self, out: Output, ctx: Context, targets: Tensor | dict[str, Tensor] | None, logits: str) -> None:
         heads: dict[str, Any] = dict(self.heads.items())

@@ -14,6 +14,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
+    "tanh": torch.tanh,
 }
 """relu: Glorot et al. 2011; gelu, exact and by tanh: arXiv:1606.08415; silu: arXiv:1606.08415 and 1702.03118."""
 

@@ -3,9 +3,7 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
-
-from torch import Tensor
+from typing import Any, Generic, Protocol, TypeVar
 
 from phylon.spec.errors import UserError, did_you_mean
 
@@ -23,8 +21,8 @@ class Backend(Protocol[C]):
     def supports(self, call: C) -> str | None:
         """``None``, or why the backend refuses this call."""
 
-    def run(self, call: C) -> Tensor:
-        """The result."""
+    def run(self, call: C) -> Any:
+        """The result: a tensor, or a tuple of them where the op says so."""
 
 
 @dataclass(frozen=True)

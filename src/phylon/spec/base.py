@@ -87,12 +87,20 @@ class Head(Slot):
     """Turns final hidden states into predictions, and into a loss when targets are given."""
 
 
+class Pool(Slot):
+    """Turns the hidden states of a document into one vector."""
+
+
 class Init(Slot):
     """How the weights of a new model are drawn."""
 
     def draw(self, weight: "Tensor", role: Role, n_branches: int, generator: "torch.Generator") -> None:
         """Fill ``weight`` in place; ``n_branches`` is the number of residual branches of its stack."""
         raise NotImplementedError
+
+
+class ScoreBias(Slot):
+    """A bias on attention scores, by where query and key stand."""
 
 
 class Shared(Slot):

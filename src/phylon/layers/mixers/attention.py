@@ -1,7 +1,6 @@
 """Multi-head attention with grouped keys and values: MHA, MQA and GQA in one."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -10,10 +9,11 @@ from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
 from phylon.layers.part import Linear, Part
 from phylon.layers.positions.rotary import Rotary, Rotation
+from phylon.layers.positions.score_bias import Alibi, alibi_slopes
 from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Full, Pattern, Records, Window
-from phylon.spec.base import Mechanism, Mixer, Norm
+from phylon.spec.base import Mechanism, Mixer, Norm, ScoreBias
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
 
@@ -22,7 +22,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     """``o_proj(softmax(scale q k^T) v)``, every head over the keys its pattern allows.
 
     *Attention Is All You Need* (arXiv:1706.03762), section 3.2.2; multi-query (K = 1): arXiv:1911.02150; grouped
-    (1 < K < H): arXiv:2305.13245; QK-norm over the head: arXiv:2302.05442. Residual x (B, T, D); q (B, T, H, E);
+    (1 < K < H): arXiv:2305.13245; QK-norm over the head: arXiv:2302.05442; ``qkv_clip`` bounds what the maps give
+    (MPT, released code). Residual x (B, T, D); q (B, T, H, E);
     k, v (B, T, K, E). ``scale`` defaults to ``E ** -0.5``. ``qkv_bias`` and ``out_bias`` say whether those biases
     exist. Cost of a token: ``2 D E (2 H + 2 K)`` for the maps and ``4 S H E`` for S keys.
     """
@@ -36,7 +37,9 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     out_bias: bool = False
     pattern: Pattern = Causal()
     rotary: Rotation | None = None
+    score_bias: ScoreBias | None = None
     qk_norm: Norm | None = None
+    qkv_clip: float | None = None
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
@@ -52,6 +55,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
             self.rotary.check(self.head_dim)
         if self.softcap is not None and not self.softcap > 0:
             raise UserError(f"softcap must be above 0, got {self.softcap}")
+        if self.qkv_clip is not None and not self.qkv_clip > 0:
+            raise UserError(f"qkv_clip must be above 0, got {self.qkv_clip}")
 
     def streams(self) -> str | None:
         if self.pattern.streams:
@@ -70,6 +75,7 @@ class AttentionModule(Part):
         self.o_proj = Linear(heads * width, d_model, bias=spec.out_bias, role="out")
         self.q_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
         self.k_norm = None if spec.qk_norm is None else build(spec.qk_norm, width)
+        self.score_bias = None if spec.score_bias is None else build(spec.score_bias, heads)
         self.scale = 1 / math.sqrt(width) if spec.scale is None else spec.scale
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -77,6 +83,8 @@ class AttentionModule(Part):
         q = self.q_proj(x).unflatten(-1, (spec.n_heads, spec.head_dim))
         k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
         v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        if spec.qkv_clip is not None:
+            q, k, v = (t.clamp(-spec.qkv_clip, spec.qkv_clip) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             # Under autocast a norm answers in fp32.
             q, k = self.q_norm(q).to(v.dtype), self.k_norm(k).to(v.dtype)
@@ -87,6 +95,7 @@ class AttentionModule(Part):
         key = query
         if ctx.state is not None:
             part = ctx.state.parts[self.path]
+            assert isinstance(part, KVState)
             k, v, key = part.append(k, v, ctx.state)
             query = None if key is None else ctx.records
         dropout = spec.dropout if self.training else 0.0
@@ -97,19 +106,14 @@ class AttentionModule(Part):
             pattern=spec.pattern,
             query=query,
             key=key,
+            bias=None if self.score_bias is None else self.score_bias(ctx),
             scale=self.scale,
             softcap=spec.softcap,
             dropout=dropout,
             seed=int(torch.randint(2**31, ())) if dropout else 0,
-            tap=self._score_tap(ctx),
+            tap=self.score_tap(ctx),
         )
         return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
-
-    def _score_tap(self, ctx: Context) -> Callable[[str, Tensor], Tensor] | None:
-        taps = ctx.taps
-        if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
-            return None
-        return lambda name, value: self.tap(ctx, name, value)
 
     def add_state(self, state: State, max_len: int | None) -> None:
         """Give ``state`` this mixer's part: rolling where the pattern bounds how far a query reaches back."""
@@ -120,7 +124,7 @@ class AttentionModule(Part):
             part, reach = FullKV(state.batch_size, spec.n_kv_heads, widths, max_len, like), None
         else:
             part = RollingKV(state.batch_size, spec.n_kv_heads, widths, reach, like)
-        state.add(self.path, part, reach)
+        state.add_keys(self.path, part, reach)
 
 
 def _flops(spec: Attention, width: int, n_keys: int) -> int:
@@ -135,7 +139,9 @@ def _cases() -> list[Attention]:
         Attention(n_heads=3, n_kv_heads=1, head_dim=10, rotary=Rotary()),
         grouped.replace(rotary=Rotary(dim=4), pattern=Window(size=4)),
         grouped.replace(softcap=5.0, scale=0.3),
+        grouped.replace(rotary=None, score_bias=Alibi(slopes=alibi_slopes(4))),
         grouped.replace(qk_norm=RMSNorm()),
+        grouped.replace(qkv_clip=0.7),
         grouped.replace(rotary=None, pattern=Full()),
     ]
 

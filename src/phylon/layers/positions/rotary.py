@@ -119,6 +119,17 @@ class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
         return (1 - smooth) * inv_freq / self.factor + smooth * inv_freq, 1.0
 
 
+class FrequencyFactors(Mechanism, RopeScaling, frozen=True, kw_only=True):
+    """Each frequency divided by a number of its own, as GGUF stores it. LongRoPE (arXiv:2402.13753), section 3.2."""
+
+    factors: tuple[float, ...]
+
+    def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
+        if len(self.factors) != len(inv_freq):
+            raise UserError(f"{len(self.factors)} frequency factors do not fit {len(inv_freq)} rotary pairs")
+        return inv_freq / torch.tensor(self.factors, dtype=torch.float64), 1.0
+
+
 def _check_factor(factor: float, original_max_seq_len: int = 1) -> None:
     if not factor > 0:
         raise UserError(f"the scaling factor must be above 0, got {factor}")
@@ -174,12 +185,15 @@ class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
         device = positions.device
         # MPS has no fp64.
         positions = positions.cpu() if device.type == "mps" else positions
-        inv_freq, factor = _frequencies(self.theta, self.width(head_dim), positions.device), 1.0
-        if self.scaling is not None:
-            inv_freq, factor = self.scaling.scale(inv_freq, self.theta)
+        inv_freq, factor = self.frequencies(head_dim, positions.device)
         angles = positions.double()[..., None, None] * inv_freq
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cos.to(torch.float32).to(device), sin.to(torch.float32).to(device)
+
+    def frequencies(self, head_dim: int, device: torch.device | str = "cpu") -> tuple[Tensor, float]:
+        """Inverse frequencies (dim / 2,) in fp64, and the factor on cosines and sines."""
+        inv_freq = _frequencies(self.theta, self.width(head_dim), torch.device(device))
+        return (inv_freq, 1.0) if self.scaling is None else self.scaling.scale(inv_freq, self.theta)
 
     def in_context(self, ctx: Context, head_dim: int) -> tuple[Tensor, Tensor]:
         """The tables at this call's positions, computed once per forward pass."""
@@ -216,6 +230,9 @@ register(NTKScaling, paper="arXiv:2309.00071 §3.1", cases=lambda: [NTKScaling(f
 register(DynamicNTKScaling, paper="arXiv:2309.00071 §3.3", cases=lambda: [_DYNAMIC])
 register(YarnScaling, paper="arXiv:2309.00071 §3.2, 3.4", cases=lambda: [_YARN, _YARN.replace(round_ramp=False)])
 register(Llama3Scaling, paper="arXiv:2407.21783 §3.4.2", cases=lambda: [_LLAMA3])
+register(
+    FrequencyFactors, paper="arXiv:2402.13753 §3.2", cases=lambda: [FrequencyFactors(factors=(1.0, 2.0, 4.0, 8.0))]
+)
 register(
     Rotary, paper="arXiv:2104.09864 §3.2.2", cases=lambda: [Rotary(), Rotary(dim=4), Rotary(theta=500.0, scaling=_YARN)]
 )

@@ -1,7 +1,20 @@
 """What mixers keep between steps."""
 
 from phylon.layers.state.chunk import Chunk, positions_from_segments
-from phylon.layers.state.kv import FullKV, KVState, RollingKV
+from phylon.layers.state.kv import CrossKV, FullKV, KVState, RollingKV
+from phylon.layers.state.part import StatePart
+from phylon.layers.state.recurrent import RecurrentState, boundaries
 from phylon.layers.state.state import State
 
-__all__ = ["Chunk", "FullKV", "KVState", "RollingKV", "State", "positions_from_segments"]
+__all__ = [
+    "Chunk",
+    "CrossKV",
+    "FullKV",
+    "KVState",
+    "RecurrentState",
+    "RollingKV",
+    "State",
+    "StatePart",
+    "boundaries",
+    "positions_from_segments",
+]

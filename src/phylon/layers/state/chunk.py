@@ -37,16 +37,19 @@ def positions_from_segments(
     """
     real = segments != 0
     rank = real.cumsum(1) - 1
-    batch, length = segments.shape
+    batch = len(segments)
     if last_segment is None or next_position is None:
         last_segment = segments.new_zeros(batch)
         next_position = segments.new_zeros(batch)
-    # The id of the nearest real token before each token: the one at the greatest index so far, or the row's last.
-    index = torch.arange(length, device=segments.device).expand_as(segments)
-    seen = torch.where(real, index, -1).cummax(1).values
-    before = torch.cat([seen.new_full((batch, 1), -1), seen[:, :-1]], dim=1)
-    previous = torch.where(before >= 0, segments.gather(1, before.clamp(min=0)), last_segment[:, None])
-    starts = real & (segments != previous)
+    starts = real & (segments != previous_segments(segments, last_segment))
     offset = torch.where(starts, rank, -1).cummax(1).values
     offset = torch.where(offset >= 0, offset, -next_position[:, None])
     return torch.where(real, rank - offset, 0)
+
+
+def previous_segments(segments: Tensor, last_segment: Tensor) -> Tensor:
+    """The id (B, T) of the nearest real token before each token, or the row's ``last_segment`` (B,) where none is."""
+    index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    seen = torch.where(segments != 0, index, -1).cummax(1).values
+    before = torch.cat([seen.new_full((len(segments), 1), -1), seen[:, :-1]], dim=1)
+    return torch.where(before >= 0, segments.gather(1, before.clamp(min=0)), last_segment[:, None])

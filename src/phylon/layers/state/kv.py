@@ -1,19 +1,20 @@
 """Keys and values kept between steps: all of them, or the last window."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
 from phylon.layers.state.chunk import Chunk
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
+from phylon.layers.state.part import StatePart
 from phylon.patterns import Records
 
 if TYPE_CHECKING:
     from phylon.layers.state.state import State
 
 
-class KVState:
+class KVState(StatePart):
     """Interface of an attention's state. ``k`` (B, slots, K, E), ``v`` (B, slots, K, Ev)."""
 
     k: Tensor
@@ -26,32 +27,19 @@ class KVState:
         """
         raise NotImplementedError
 
-    def commit(self, chunk: Chunk, state: "State") -> None:
-        """Called once, after the whole forward pass."""
-
-    def rollback(self) -> None:
-        """Called when the forward pass failed: the state must be as before it."""
-
-    def select(self, rows: Tensor) -> "KVState":
-        """A state of the given rows, in that order, repeats allowed."""
+    def select(self, rows: Tensor) -> Self:
         new = object.__new__(type(self))
         new.__dict__.update(self.__dict__)
         new.k, new.v = self.k[rows], self.v[rows]
         return new
 
     def insert(self, rows: Tensor, other: "KVState") -> None:
-        """Overwrite ``rows`` with the rows of ``other``."""
         slots = max(self.k.shape[1], other.k.shape[1])
         self.k, self.v = grown(self.k, slots), grown(self.v, slots)
         self.k[rows], self.v[rows] = grown(other.k, slots), grown(other.v, slots)
 
-    def can_crop(self, state: "State") -> str | None:
-        """``None``, or the reason why earlier lengths cannot be restored."""
-        return None
-
     @property
     def n_bytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(t.numel() * t.element_size() for t in (self.k, self.v))
 
 
@@ -76,6 +64,26 @@ class FullKV(KVState):
             self.k[row, slot], self.v[row, slot] = k[row, column].to(self.k.dtype), v[row, column].to(self.v.dtype)
         records = None if state.chunk_aligned else state.memo(("records", None), index.records)
         return self.k[:, : index.n_keys].to(k.dtype), self.v[:, : index.n_keys].to(v.dtype), records
+
+
+class CrossKV(KVState):
+    """Keys and values of the encoder's output, computed once, by the first forward pass."""
+
+    def __init__(self, batch: int, heads: int, width: int, like: Tensor) -> None:
+        self.k = like.new_zeros(batch, 0, heads, width)
+        self.v = like.new_zeros(batch, 0, heads, width)
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def fill(self, k: Tensor, v: Tensor) -> None:
+        """Keep ``k`` and ``v`` (B, S, K, E) once the forward pass commits."""
+        self._pending = (k, v)
+
+    def commit(self, chunk: Chunk, state: "State") -> None:
+        if self._pending is not None:
+            (self.k, self.v), self._pending = self._pending, None
+
+    def rollback(self) -> None:
+        self._pending = None
 
 
 class RollingKV(KVState):

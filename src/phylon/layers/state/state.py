@@ -9,7 +9,8 @@ from torch import Tensor
 
 from phylon.layers.state.chunk import Chunk, positions_from_segments
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
-from phylon.layers.state.kv import KVState
+from phylon.layers.state.part import StatePart
+from phylon.patterns import Records
 from phylon.spec.errors import UserError
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ class State:
     ``lengths`` real tokens per row; padding is never appended. ``aligned``: every row is one document of the same
     length without gaps; ``chunk_aligned`` the same with the chunk under way. A forward pass calls ``begin``, the mixers
     append to their part, and ``commit`` makes the new lengths valid; a pass that fails calls ``rollback``, which leaves
-    the state as it was.
+    the state as it was. ``source`` are the records of the encoder's output, once a call has given it.
     """
 
     def __init__(self, batch_size: int, max_len: int | None, device: torch.device) -> None:
@@ -32,7 +33,8 @@ class State:
         self.next_position = [0] * batch_size
         self.aligned = True
         self.chunk_aligned = True
-        self.parts: dict[str, KVState] = {}
+        self.source: Records | None = None
+        self.parts: dict[str, StatePart] = {}
         self._indices: dict[int | None, FullIndex | RollingIndex] = {}
         self._memo: dict[Any, Any] = {}
 
@@ -40,7 +42,11 @@ class State:
     def batch_size(self) -> int:
         return len(self.lengths)
 
-    def add(self, path: str, part: KVState, window: int | None) -> None:
+    def add(self, path: str, part: StatePart) -> None:
+        """Register the part of a mixer that keeps no keys of the row's own tokens: recurrent, cross."""
+        self.parts[path] = part
+
+    def add_keys(self, path: str, part: StatePart, window: int | None) -> None:
         """Register a mixer's part, and the key index of its geometry."""
         self.parts[path] = part
         if window not in self._indices:
@@ -90,8 +96,10 @@ class State:
         for index in self._indices.values():
             index.begin(chunk, self.lengths)
 
-    def commit(self, chunk: Chunk) -> None:
-        """Make the chunk part of the state: once, after the whole forward pass."""
+    def commit(self, chunk: Chunk, source: Records | None = None) -> None:
+        """Make the chunk part of the state: once, after the whole forward pass. ``source``: records of the memory."""
+        if source is not None:
+            self.source = source
         for part in self.parts.values():
             part.commit(chunk, self)
         for index in self._indices.values():
@@ -131,6 +139,9 @@ class State:
         new.last_segment = [self.last_segment[i] for i in chosen]
         new.next_position = [self.next_position[i] for i in chosen]
         new.aligned = self.aligned
+        new.source = (
+            None if self.source is None else Records(self.source.positions[index], _segments(self.source)[index])
+        )
         new.parts = {path: part.select(index) for path, part in self.parts.items()}
         for window, key_index in self._indices.items():
             made = copy.copy(key_index)
@@ -153,6 +164,8 @@ class State:
             raise UserError(f"{len(index)} rows to overwrite, but the other state has {other.batch_size}")
         if self.parts.keys() != other.parts.keys() or self._indices.keys() != other._indices.keys():
             raise UserError("the two states keep different things; make both from one model with the same max_len")
+        if (self.source is None) != (other.source is None):
+            raise UserError("only one of the two states has read its source; run the first call on both")
         for path, part in self.parts.items():
             part.insert(index, other.parts[path])
         for window, mine in self._indices.items():
@@ -164,6 +177,8 @@ class State:
                 setattr(mine, name, buffer)
             if isinstance(mine, FullIndex):
                 mine.capacity = slots
+        if self.source is not None and other.source is not None:
+            self.source = _with_rows(self.source, index, other.source)
         for i, row in enumerate(index.tolist()):
             self.lengths[row] = other.lengths[i]
             self.last_segment[row], self.next_position[row] = other.last_segment[i], other.next_position[i]
@@ -205,3 +220,19 @@ class State:
         """Bytes of the positions and segments, shared by all mixers of one geometry."""
         tensors = [t for index in self._indices.values() for t in (index.positions, index.segments)]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _segments(source: Records) -> Tensor:
+    assert source.segments is not None, "a state keeps the segments of its source explicitly"
+    return source.segments
+
+
+def _with_rows(mine: Records, rows: Tensor, theirs: Records) -> Records:
+    """The given rows replaced; the shorter side is filled up with padding."""
+    slots = max(mine.positions.shape[1], theirs.positions.shape[1])
+    fields = []
+    for own, new in ((mine.positions, theirs.positions), (_segments(mine), _segments(theirs))):
+        field = grown(own, slots).clone()
+        field[rows] = grown(new, slots)
+        fields.append(field)
+    return Records(*fields)

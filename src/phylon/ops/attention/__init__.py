@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall, ScoreBias
 from phylon.ops.attention.reference import Reference
 from phylon.ops.attention.sdpa import Sdpa
@@ -61,4 +62,4 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Reason]:
     return dispatch.explain(AttentionCall(q=q, k=k, v=v, **options))
 
 
-__all__ = ["AttentionCall", "ScoreBias", "attention", "dispatch", "explain"]
+__all__ = ["AlibiBias", "AttentionCall", "BucketBias", "ScoreBias", "attention", "dispatch", "explain"]

@@ -1,0 +1,48 @@
+"""Checkpoints: safe readers and writers of safetensors and GGUF, and the reversible mapping between layouts."""
+
+from phylon.checkpoint.gguf_io import open_gguf
+from phylon.checkpoint.gguf_writer import write_gguf
+from phylon.checkpoint.mapping import Layout, LoadPlan, identity
+from phylon.checkpoint.rules import (
+    Concat,
+    Constant,
+    Drop,
+    Fused,
+    PermuteRotary,
+    Rename,
+    Reshaped,
+    Rule,
+    Stack,
+    Tied,
+    Transpose,
+    interleaved,
+    rotary_rows,
+)
+from phylon.checkpoint.safetensors_io import open_safetensors, write_safetensors
+from phylon.checkpoint.source import MemorySource, TensorInfo, TensorSource
+
+__all__ = [
+    "Concat",
+    "Constant",
+    "Drop",
+    "Fused",
+    "Layout",
+    "LoadPlan",
+    "MemorySource",
+    "PermuteRotary",
+    "Rename",
+    "Reshaped",
+    "Rule",
+    "Stack",
+    "TensorInfo",
+    "TensorSource",
+    "Tied",
+    "Transpose",
+    "identity",
+    "interleaved",
+    "open_gguf",
+    "open_safetensors",
+    "rotary_rows",
+    "write_gguf",
+    "write_safetensors",
+]

@@ -1,0 +1,83 @@
+"""Files seen safely: mapped for reading, written beside and renamed."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from phylon.spec.errors import UserError
+
+
+def quoted(name: str) -> str:
+    """A name out of a file, fit for one line: control characters escaped, at most 80 characters."""
+    text = repr(name)
+    return text if len(text) <= 80 else text[:76] + "…'"
+
+
+class MappedFile:
+    """A whole file mapped copy-on-write: pages come from the file, and a stray write never reaches it.
+
+    Mapped pages are not anonymous memory: the kernel drops them when it needs room. A file must not be cut short by
+    others while it is mapped: the operating system ends a process that reads pages which are gone.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                self.size = os.fstat(file.fileno()).st_size
+                self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file") from None
+        except IsADirectoryError:
+            raise UserError(f"{path} is a folder, not a file") from None
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        if not self.size:
+            raise UserError(f"{path} is empty")
+
+    def tensor(self, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        """The bytes at ``offset`` as a tensor: a view of the file, or a copy where the data is misaligned."""
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        raw = torch.frombuffer(self.bytes, dtype=torch.uint8, count=nbytes, offset=offset)
+        if offset % dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(dtype).view(shape)
+
+
+@contextmanager
+def written_beside(*paths: Path) -> Iterator[list[Path]]:
+    """Temporary paths beside ``paths``; renamed onto them, in order, if the body succeeds, else removed.
+
+    Raises:
+        UserError: the operating system refused (no space, no permission, no such folder).
+    """
+    temporary = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
+    try:
+        yield temporary
+        for source, target in zip(temporary, paths, strict=True):
+            os.replace(source, target)
+    except OSError as error:
+        raise UserError(f"{paths[0]} cannot be written: {error.strerror or error}") from None
+    finally:
+        for source in temporary:
+            source.unlink(missing_ok=True)
+
+
+def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
+    """Write a tensor's elements row-major, whatever its dtype and device; returns the bytes written."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    if flat.numel() == 0:
+        return 0
+    return file.write(memoryview(flat.view(torch.uint8).numpy()))  # pyrefly: ignore[bad-argument-type] numpy arrays are buffers
+
+
+def finish(file: BinaryIO) -> None:
+    """Push everything to the disk, so that a full disk shows here and not after the rename."""
+    file.flush()
+    os.fsync(file.fileno())

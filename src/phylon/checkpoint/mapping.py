@@ -1,0 +1,274 @@
+"""One description of a foreign layout, used both ways and complete both ways.
+
+`Layout.plan` checks names and shapes from the headers alone, before anything is allocated: every tensor of ours is
+produced exactly once, every foreign tensor is used or dropped with a reason. `Layout.load` then copies tensor by
+tensor, `Layout.unmap` goes the other way.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from phylon.checkpoint.files import quoted
+from phylon.checkpoint.rules import Constant, Drop, Rename, Rule, Shape
+from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
+from phylon.spec.errors import UserError
+
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class Move:
+    """A rule with its placeholders filled in. ``foreign`` holds the names and shapes it asks for and writes."""
+
+    rule: Rule
+    ours: tuple[str, ...]
+    foreign: tuple[tuple[str, Shape], ...]
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What `Layout.load` will do. ``dtypes``: how many tensors the checkpoint stores in each dtype."""
+
+    moves: tuple[tuple[Move, tuple[str, ...]], ...]
+    constants: tuple[tuple[str, float], ...]
+    dropped: tuple[tuple[str, str], ...]
+    dtypes: Mapping[str, int]
+
+
+@dataclass
+class _Findings:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshaped: list[str] = field(default_factory=list)
+
+
+class Layout:
+    """The rules of one layout.
+
+    ``optional_prefix``: a prefix of foreign names that files saved from the bare model lack (GPT-2's ``transformer.``,
+    BERT's ``bert.``). The rules name it; where no key of a file has it, it is not asked for. It is always written.
+    """
+
+    def __init__(self, rules: Iterable[Rule | Drop | Constant], optional_prefix: str = ""):
+        every = list(rules)
+        self.rules = [rule for rule in every if isinstance(rule, Rule)]
+        self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
+        self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
+        self._prefix = optional_prefix
+        self._parts = [
+            (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
+        ]
+
+    def plan(
+        self, theirs: Mapping[str, TensorInfo], ours: Mapping[str, Shape], where: str = "the checkpoint"
+    ) -> LoadPlan:
+        """Match the headers of a checkpoint with the tensors of a model; nothing is read or allocated.
+
+        Raises:
+            UserError: names what is missing, unexpected or of the wrong shape, and a prefix that explains it.
+        """
+        moves, constants = self._bind(ours)
+        bare = bool(self._prefix) and not any(self._prefix in name for name in theirs)
+        found = _Findings()
+        used: set[str] = set()
+        chosen: list[tuple[Move, tuple[str, ...]]] = []
+        for move in moves:
+            names: list[str] = []
+            for name, shape in move.foreign:
+                options = (name, *move.aliases)
+                there = [n for n in (self._stripped(n, bare) for n in options) if n in theirs]
+                if not there:
+                    found.missing.append(self._stripped(name, bare))
+                for option in there:
+                    assert option not in used, f"two rules use {option}"
+                    if theirs[option].shape != shape:
+                        found.misshaped.append(f"{quoted(option)} is {theirs[option].shape}, the model needs {shape}")
+                used.update(there)
+                names += there
+            chosen.append((move, tuple(names)))
+        dropped: list[tuple[str, str]] = []
+        for name in theirs:
+            if name not in used:
+                reason = self._drop_reason(name, bare)
+                if reason is None:
+                    found.unexpected.append(name)
+                else:
+                    dropped.append((name, reason))
+        if found.missing or found.unexpected or found.misshaped:
+            raise UserError(f"{where} does not fit the model: {_explain(found, theirs)}")
+        dtypes = Counter(info.dtype for info in theirs.values())
+        return LoadPlan(tuple(chosen), tuple(constants), tuple(dropped), dtypes)
+
+    def load(self, plan: LoadPlan, source: TensorSource, params: Mapping[str, torch.Tensor]) -> None:
+        """Fill ``params`` (all tensors of the plan, any dtype and device) from ``source``, casting on the way.
+
+        Beyond ``params`` themselves, about one tensor is in memory at a time. What tied names hold and whether
+        numbers would change kind is checked before the first write.
+
+        Raises:
+            UserError: two names of a tied parameter differ, or integers are stored where the model has reals.
+        """
+        with torch.no_grad():
+            for move, names in plan.moves:
+                for name in names:
+                    _check_kind(source.tensors[name], params[move.ours[0]])
+                if move.aliases:
+                    for other in names[1:]:
+                        if not _same(source.read(names[0]), source.read(other)):
+                            raise UserError(
+                                f"{quoted(names[0])} and {quoted(other)} differ, but the model ties them: "
+                                "untie the configuration or remove one of them"
+                            )
+            for move, names in plan.moves:
+                move.rule.take(source, names, [params[name] for name in move.ours])
+            for name, value in plan.constants:
+                params[name].fill_(value)
+
+    def unmap(self, ours: Mapping[str, torch.Tensor]) -> "Unmapped":
+        """Ours in the foreign layout: pairs ``(name, tensor)``, each tensor made when it is reached.
+
+        Raises:
+            UserError: a tensor of ours has no place in the layout, or is not the constant the layout takes for granted.
+        """
+        moves, constants = self._bind({name: tuple(tensor.shape) for name, tensor in ours.items()})
+        for name, value in constants:
+            if not bool((ours[name] == value).all()):
+                raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
+        return Unmapped(moves, ours)
+
+    def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
+        """Every tensor of ours with the one rule that makes it."""
+        groups: dict[tuple[int, tuple[tuple[str, str], ...]], dict[int, str]] = {}
+        constants: list[tuple[str, float]] = []
+        homeless: list[str] = []
+        for name in ours:
+            hits = [(n, k, m.groupdict()) for regex, n, k in self._parts if (m := regex.fullmatch(name))]
+            fixed = [rule.value for regex, rule in self._constants if regex.fullmatch(name)]
+            assert len(hits) + len(fixed) <= 1, f"several rules make {name}"
+            if hits:
+                number, k, values = hits[0]
+                groups.setdefault((number, tuple(sorted(values.items()))), {})[k] = name
+            elif fixed:
+                constants.append((name, fixed[0]))
+            else:
+                homeless.append(name)
+        if homeless:
+            raise UserError(f"this format has no place for {_some(homeless)} of the model")
+        moves: list[Move] = []
+        for (number, values), parts in groups.items():
+            rule, filled = self.rules[number], dict(values)
+            absent = [_fill(name, filled) for k, name in enumerate(rule.our_names) if k not in parts]
+            if absent:
+                raise UserError(
+                    f"this format stores {quoted(next(iter(parts.values())))} together with {_some(absent)}, "
+                    "which the model lacks"
+                )
+            names = tuple(parts[k] for k in range(len(parts)))
+            foreign = rule.foreign(_fill(rule.theirs, filled), [tuple(ours[name]) for name in names])
+            moves.append(Move(rule, names, tuple(foreign), tuple(_fill(name, filled) for name in rule.aliases)))
+        return moves, constants
+
+    def _stripped(self, name: str, bare: bool) -> str:
+        return name.removeprefix(self._prefix) if bare else name
+
+    def _drop_reason(self, name: str, bare: bool) -> str | None:
+        options = (name, self._prefix + name) if bare else (name,)
+        return next((rule.reason for regex, rule in self._drops if any(map(regex.fullmatch, options))), None)
+
+
+class Unmapped(Iterable[tuple[str, torch.Tensor]]):
+    """Pairs ``(foreign name, tensor)``, made anew on every walk, so that a walk keeps one made tensor in memory."""
+
+    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor]):
+        self._moves, self._ours = moves, ours
+
+    def __len__(self) -> int:
+        return sum(len(move.foreign) for move in self._moves)
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for move in self._moves:
+            tensors = [self._ours[name].detach() for name in move.ours]
+            for which, (name, _) in enumerate(move.foreign):
+                yield name, move.rule.give(tensors, which)
+
+
+def identity(names: Iterable[str]) -> Layout:
+    """The layout that is ours already."""
+    return Layout(Rename(name, name) for name in names)
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """``{p}`` is weight or bias, other placeholders are numbers, ``*`` is anything."""
+    parts = PLACEHOLDER.split(pattern)
+    for k in range(0, len(parts), 2):
+        parts[k] = re.escape(parts[k]).replace(r"\*", ".*")
+    for k in range(1, len(parts), 2):
+        parts[k] = f"(?P<{parts[k]}>{'weight|bias' if parts[k] == 'p' else '0|[1-9][0-9]*'})"
+    return re.compile("".join(parts))
+
+
+def _fill(pattern: str, values: Mapping[str, str]) -> str:
+    """Placeholders without a value stay: the experts of a stack."""
+    return PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), pattern)
+
+
+def _some(names: Sequence[str], limit: int = 3) -> str:
+    return ", ".join(map(quoted, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> str:
+    """One line for everything that is wrong; the prefix first, because it explains the rest."""
+    if not theirs:
+        return f"it holds no tensors; {_some(found.missing)} were expected"
+    extra = _prefix(found.unexpected, set(found.missing))
+    if extra:
+        share = "every key is" if all(n.startswith(extra) for n in theirs) else "many keys are"
+        return (
+            f"{share} prefixed {quoted(extra)}; strip the prefix, so that "
+            f"{quoted(found.missing[0])} and the others are found"
+        )
+    lacking = _prefix(found.missing, set(found.unexpected))
+    if lacking:
+        return f"its keys lack the prefix {quoted(lacking)}; {_some(found.missing, 1)} was expected"
+    parts = []
+    if found.missing:
+        parts.append(f"{len(found.missing)} missing ({_some(found.missing)})")
+    if found.unexpected:
+        parts.append(f"{len(found.unexpected)} unexpected ({_some(found.unexpected)})")
+    if found.misshaped:
+        more = f" and {len(found.misshaped) - 2} more" if len(found.misshaped) > 2 else ""
+        parts.append(f"{len(found.misshaped)} of another shape ({'; '.join(found.misshaped[:2])}{more})")
+    return ", ".join(parts)
+
+
+def _prefix(longer: Sequence[str], wanted: set[str]) -> str:
+    """The prefix without which at least half of the ``wanted`` names are found among ``longer``, or nothing."""
+    counts: Counter[str] = Counter()
+    for name in longer:
+        for match in re.finditer(r"\.", name):
+            if name[match.end() :] in wanted:
+                counts[name[: match.end()]] += 1
+    best = counts.most_common(1)
+    return best[0][0] if best and 2 * best[0][1] >= len(wanted) else ""
+
+
+def _check_kind(info: TensorInfo, param: torch.Tensor) -> None:
+    stored = DTYPES.get(info.dtype)
+    real = stored is None or stored.is_floating_point
+    if real != param.is_floating_point():
+        raise UserError(
+            f"{quoted(info.name)} is stored as {info.dtype} and the model has {param.dtype}: not the same kind"
+        )
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit where the dtypes are the same, else equal in value; a few rows at a time."""
+    if a.dtype == b.dtype:
+        return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+    a, b = a.reshape(-1), b.reshape(-1)
+    return all(torch.equal(a[k : k + SERIAL].double(), b[k : k + SERIAL].double()) for k in range(0, a.numel(), SERIAL))

@@ -1,0 +1,146 @@
+"""Batches in a shuffled order that is a pure function of (seed, step), so that a run resumes exactly anywhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phylon.data.packing import IGNORE, Row, Rows
+from phylon.spec.errors import UserError
+
+Batch = dict[str, Tensor]
+
+
+@lru_cache(maxsize=2)
+def epoch_permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in one epoch, ``(n_rows,)`` int64: a pure function of its arguments.
+
+    Rows are sorted by 64 random bits each, from the counter-based generator Philox under the key (seed, epoch)
+    (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). NumPy promises the raw bits for all its
+    versions, which it does not promise for ``Generator.permutation``.
+    """
+    keys = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(n_rows)
+    order = np.argsort(keys, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOrder:
+    """Which rows make up each batch, for ever: epoch follows epoch without a gap, so a batch may hold the end of one
+    and the start of the next, no row is left out of an epoch, and a batch may be larger than the data."""
+
+    n_rows: int
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"batch_size is {self.batch_size}; it must be at least 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise UserError(f"the data seed is {self.seed}; it must lie between 0 and 2^64 - 1")
+        assert self.n_rows >= 1, self.n_rows
+
+    def rows(self, step: int) -> np.ndarray:
+        """The row numbers of batch ``step``, ``(batch_size,)`` int64."""
+        assert step >= 0, step
+        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs, indices = np.divmod(places, self.n_rows)
+        parts = [
+            epoch_permutation(self.n_rows, self.seed, int(epoch))[indices[epochs == epoch]]
+            for epoch in np.unique(epochs)
+        ]
+        return np.concatenate(parts)
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch and the index in it at which batch ``step`` begins."""
+        return divmod(step * self.batch_size, self.n_rows)
+
+
+class Loader:
+    """An endless iterator of training batches over rows, and the same batches by number.
+
+    A batch is ``{"tokens", "segments", "targets"}``, int64 ``(B, T)`` on the CPU. ``batch(step)`` depends on the
+    rows, the batch size, the seed and the step alone; iterating only counts steps.
+    """
+
+    def __init__(self, rows: Rows, batch_size: int, seed: int) -> None:
+        self.rows = rows
+        self.order = BatchOrder(len(rows), batch_size, seed)
+        self.step = 0
+        self._identity = {
+            "seed": seed,
+            "batch_size": batch_size,
+            "n_rows": len(rows),
+            "seq_len": rows.seq_len,
+            "data": rows.fingerprint,
+        }
+
+    def batch(self, step: int, *, part: int = 0, of: int = 1) -> Batch:
+        """Batch ``step``, or one of ``of`` equal consecutive parts of it (a process of several, a micro-batch).
+
+        The parts in order are the whole batch, so the order of the data does not depend on how many share it.
+        """
+        if self.order.batch_size % of:
+            raise UserError(
+                f"batch_size {self.order.batch_size} cannot be shared equally by {of}; give a multiple of {of}"
+            )
+        assert 0 <= part < of, (part, of)
+        size = self.order.batch_size // of
+        return _stack([self.rows.row(int(index)) for index in self.order.rows(step)[part * size : (part + 1) * size]])
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = self.batch(self.step)
+        self.step += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next step (with its epoch and index, for the reader) and what the order depends on, as plain JSON."""
+        epoch, index = self.order.place(self.step)
+        return {"step": self.step, "epoch": epoch, "index": index, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; another seed, batch size or data is refused with every difference named."""
+        changed = [
+            f"{name} was {state.get(name)!r} and is now {value!r}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if changed:
+            raise UserError(f"the data position cannot be resumed: {'; '.join(changed)}")
+        self.step = int(state["step"])
+
+
+def evaluation_batches(rows: Rows, batch_size: int) -> Iterator[Batch]:
+    """Every row once, in order, in batches of one shape: the last is filled up with padding (segment 0, no target)."""
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; it must be at least 1")
+    nothing = np.zeros(rows.seq_len, np.int64)
+    padding = Row(nothing, nothing, np.full(rows.seq_len, IGNORE, np.int64))
+    for start in range(0, len(rows), batch_size):
+        real = [rows.row(index) for index in range(start, min(start + batch_size, len(rows)))]
+        yield _stack(real + [padding] * (batch_size - len(real)))
+
+
+def next_token_targets(tokens: Tensor, segments: Tensor) -> Tensor:
+    """Targets ``(B, T)`` int64 for next-token prediction within the rows given: -100 at padding (segment 0, on any
+    side) and at each document's last token.
+
+    Places are chosen by segment, never by token id: a real end token keeps its label also where padding has its id.
+    """
+    assert tokens.shape == segments.shape, (tokens.shape, segments.shape)
+    targets = torch.full_like(tokens, IGNORE, dtype=torch.int64)
+    same = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    targets[:, :-1] = torch.where(same, tokens[:, 1:].to(torch.int64), IGNORE)
+    return targets
+
+
+def _stack(rows: list[Row]) -> Batch:
+    return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in Row._fields}

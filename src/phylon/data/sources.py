@@ -1,0 +1,170 @@
+"""Texts in memory, text files, folders and JSON lines as sources of documents, and the string that names one."""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+
+from phylon.data.corpus import PythonCorpus
+from phylon.data.documents import Document, Source, digest, file_stamps, read_utf8
+from phylon.spec.errors import UserError, did_you_mean
+
+TEXT_PATTERNS = ("*.txt", "*.md", "*.py")
+ACCEPTED = '"python" (the standard library), a .txt, .md or .py file, a .jsonl file, or a folder of text files'
+
+
+class Texts(msgspec.Struct, frozen=True, tag="texts", tag_field="kind"):
+    """Texts held in memory: ``Texts(("one document", "another"))``, named ``text:0``, ``text:1``, …"""
+
+    texts: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        assert not isinstance(self.texts, str), "Texts takes a tuple of texts, not one text"
+
+    def documents(self) -> Iterator[Document]:
+        if not any(self.texts):
+            raise UserError("the texts given hold no characters")
+        yield from (Document(text, f"text:{index}") for index, text in enumerate(self.texts) if text)
+
+    def fingerprint(self) -> str:
+        return digest("texts", self.texts)
+
+
+class TextFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", tag_field="kind"):
+    """One UTF-8 file as one document, read whole."""
+
+    path: str
+
+    def documents(self) -> Iterator[Document]:
+        path = Path(self.path)
+        text = read_utf8(path)
+        if not text:
+            raise UserError(f"'{path}' is empty")
+        yield Document(text, path.name)
+
+    def fingerprint(self) -> str:
+        return digest("file", file_stamps([Path(self.path)]))
+
+
+class TextFolder(msgspec.Struct, frozen=True, kw_only=True, tag="folder", tag_field="kind"):
+    """The UTF-8 files below a folder, one document each, sorted by their path in it, which is the document's name.
+
+    A pattern without ``/`` is matched against the file's name, one with ``/`` against its path in the folder (where
+    ``*`` passes ``/``). Files and folders whose name starts with a dot, links to folders and empty files are passed
+    over.
+    """
+
+    path: str
+    patterns: tuple[str, ...] = TEXT_PATTERNS
+
+    def documents(self) -> Iterator[Document]:
+        empty = True
+        for path, name in self._files():
+            text = read_utf8(path)
+            if text:
+                empty = False
+                yield Document(text, name)
+        if empty:
+            raise UserError(f"every file matching {', '.join(self.patterns)} in '{self.path}' is empty")
+
+    def fingerprint(self) -> str:
+        return digest("folder", self.patterns, file_stamps(path for path, _ in self._files()))
+
+    def _files(self) -> list[tuple[Path, str]]:
+        root = Path(self.path)
+        if not root.is_dir():
+            raise UserError(f"'{root}' is not a folder")
+        found, others = [], Counter[str]()
+        for folder, folders, names in os.walk(root, onerror=_refuse):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for path in (Path(folder, name) for name in names if not name.startswith(".")):
+                name = path.relative_to(root).as_posix()
+                if any(fnmatchcase(name if "/" in pattern else path.name, pattern) for pattern in self.patterns):
+                    found.append((path, name))
+                else:
+                    others[path.suffix or path.name] += 1
+        if not found:
+            seen = ", ".join(f"{count} {kind}" for kind, count in others.most_common(3))
+            held = f"it holds {seen}" if seen else "it holds no files"
+            raise UserError(f"no file in '{root}' matches {', '.join(self.patterns)} ({held})")
+        return sorted(found, key=lambda pair: pair[1])
+
+
+def _refuse(error: OSError) -> None:
+    raise UserError(f"cannot read the folder '{error.filename}': {error.strerror}") from error
+
+
+class JsonLines(msgspec.Struct, frozen=True, kw_only=True, tag="jsonl", tag_field="kind"):
+    """One JSON object a line; the document is the string in ``field``, its name ``<file name>:<line number>``.
+
+    Blank lines and empty strings are passed over. The file is read line by line, so its size does not matter.
+    """
+
+    path: str
+    field: str = "text"
+
+    def documents(self) -> Iterator[Document]:
+        path, empty = Path(self.path), True
+        try:
+            with path.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip() and (text := self._text(line, f"{path}:{number}")):
+                        empty = False
+                        yield Document(text, f"{path.name}:{number}")
+        except OSError as error:
+            raise UserError(f"cannot read '{path}': {error.strerror}") from error
+        if empty:
+            raise UserError(f"'{path}' holds no text in the field '{self.field}'")
+
+    def fingerprint(self) -> str:
+        return digest("jsonl", self.field, file_stamps([Path(self.path)]))
+
+    def _text(self, line: bytes, where: str) -> str:
+        try:
+            value = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"{where}: not JSON ({error})") from error
+        if not isinstance(value, dict):
+            raise UserError(f'{where}: not a JSON object; each line must be one, such as {{"{self.field}": …}}')
+        if self.field not in value:
+            raise UserError(f"{where}: no field '{self.field}'{did_you_mean(self.field, value)}")
+        text = value[self.field]
+        if not isinstance(text, str):
+            raise UserError(f"{where}: the field '{self.field}' is not a string but {type(text).__name__}")
+        return text
+
+
+def open_source(name: str | Path) -> Source:
+    """The source a name stands for: ``python``, a ``.txt``, ``.md`` or ``.py`` file, a ``.jsonl`` file, or a folder.
+
+    Only the kind is decided here; contents are read (and found bad) when the documents are asked for.
+    """
+    if name == "python":
+        return PythonCorpus()
+    if not str(name):
+        raise UserError(f"the name of the data is empty; give {ACCEPTED}")
+    try:
+        path = Path(name).expanduser()
+        missing = not path.exists()
+    except (OSError, RuntimeError) as error:  # too long for a name, not permitted, no such home
+        raise UserError(f"cannot read the data '{str(name)[:80]}' ({error.args[-1]}); give {ACCEPTED}") from error
+    if missing:
+        raise UserError(f"there is no data '{name}'{_near(path)}; give {ACCEPTED}")
+    if path.is_dir():
+        return TextFolder(path=str(path))
+    suffix = path.suffix.lower()
+    if suffix == ".jsonl":
+        return JsonLines(path=str(path))
+    if f"*{suffix}" in TEXT_PATTERNS:
+        return TextFile(path=str(path))
+    raise UserError(f"cannot tell what kind of data '{name}' is; give {ACCEPTED}")
+
+
+def _near(path: Path) -> str:
+    """The hint where a neighbour (or the embedded corpus) has nearly this name; a list of a whole folder is no help."""
+    neighbours = [entry.name for entry in path.parent.iterdir()] if os.access(path.parent, os.R_OK | os.X_OK) else []
+    hint = did_you_mean(path.name, [*neighbours, "python"])
+    return hint if hint.startswith(" (did") else ""

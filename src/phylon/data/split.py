@@ -1,0 +1,56 @@
+"""The held-out part of a source, chosen by a hash of each document's name: it stays when other documents are added."""
+
+import hashlib
+from collections.abc import Iterator
+
+import msgspec
+
+from phylon.data.documents import Document, Source, digest
+from phylon.spec.errors import UserError
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, tag="part", tag_field="kind"):
+    """The documents whose name hashes into ``[start, stop)``, where every name falls evenly into ``[0, 1)``."""
+
+    source: Source
+    start: float
+    stop: float
+    seed: int = 0
+
+    def documents(self) -> Iterator[Document]:
+        total = kept = 0
+        for document in self.source.documents():
+            total += 1
+            if self.start <= _place(document.name, self.seed) < self.stop:
+                kept += 1
+                yield document
+        if not kept:
+            raise UserError(
+                f"none of the {total} documents falls in the share {self.start:g} to {self.stop:g} of the split; "
+                "give more documents or another share"
+            )
+
+    def fingerprint(self) -> str:
+        return digest("part", self.source.fingerprint(), self.start, self.stop, self.seed)
+
+
+def _place(name: str, seed: int = 0) -> float:
+    """Where a name falls in ``[0, 1)``: a pure function of the name and the seed."""
+    hashed = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, salt=seed.to_bytes(8, "little"))
+    return (int.from_bytes(hashed.digest(), "little") >> 11) / 2**53
+
+
+def split_documents(source: Source, share: float = 0.02, seed: int = 0) -> tuple[Part, Part]:
+    """``(training, held out)``: whole documents, about ``share`` of them held out, the same ones every time.
+
+    Too few documents for this (one text file is one document) show as a ``UserError`` when the empty part is read; cut
+    the tokens instead, with ``TokenStore.slice``.
+    """
+    if not 0 < share < 1:
+        raise UserError(f"the held-out share is {share:g}; it must lie between 0 and 1, such as 0.02")
+    if not 0 <= seed < 1 << 64:
+        raise UserError(f"the seed of the split is {seed}; it must lie between 0 and 2^64 - 1")
+    return (
+        Part(source=source, start=share, stop=1.0, seed=seed),
+        Part(source=source, start=0.0, stop=share, seed=seed),
+    )

@@ -1,0 +1,273 @@
+"""Documents tokenised once into one flat array with document boundaries, kept on disk and mapped into memory."""
+
+import hashlib
+import itertools
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from phylon.data.documents import Document, Source, digest
+from phylon.spec.errors import UserError
+
+FORMAT = 1
+BATCH_CHARACTERS = 1 << 20  # texts handed to the tokenizer at once: enough to keep its threads busy, little to hold
+PIECE_CHARACTERS = 1 << 20  # a longer document is encoded in pieces, so that memory does not grow with it
+LONE_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
+ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a killed process
+
+Progress = Callable[[int, int], None]
+
+
+class Tokenizer(Protocol):
+    """What this package needs of a tokenizer. ``fingerprint() -> str`` is used as well where there is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    def encode_batch(self, texts: list[str], *, special: bool) -> list[list[int]]: ...
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TokenStore:
+    """The tokens of all documents, end to end.
+
+    ``tokens`` is ``(n_tokens,)`` uint16 or uint32, memory-mapped and read-only when kept on disk; ``boundaries`` is
+    ``(n_documents,)`` int64, the offset at which each document starts (the first is 0). ``fingerprint`` is a hash of
+    both: equal fingerprints are equal data.
+    """
+
+    tokens: np.ndarray
+    boundaries: np.ndarray
+    fingerprint: str
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.boundaries)
+
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of one document, with its end token."""
+        assert 0 <= index < self.n_documents, index
+        stop = self.boundaries[index + 1] if index + 1 < self.n_documents else self.n_tokens
+        return self.tokens[self.boundaries[index] : stop]
+
+    def slice(self, start: int, stop: int) -> "TokenStore":
+        """The tokens ``[start, stop)`` as a store (a view); what is left of a cut document is one of its own."""
+        assert 0 <= start < stop <= self.n_tokens, (start, stop, self.n_tokens)
+        low, high = np.searchsorted(self.boundaries, [start, stop])
+        inside = self.boundaries[low:high] - start
+        if not len(inside) or inside[0] != 0:
+            inside = np.concatenate([np.zeros(1, np.int64), inside])
+        return TokenStore(self.tokens[start:stop], inside, digest(self.fingerprint, start, stop))
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stored array was made from (the first five fields, which its folder is named after) and what it holds."""
+
+    format: int
+    source: str
+    tokenizer: str
+    vocab_size: int
+    around: tuple[tuple[int, ...], tuple[int, ...]]
+    n_tokens: int = 0
+    n_documents: int = 0
+    fingerprint: str = ""
+
+    @property
+    def key(self) -> str:
+        return digest(self.format, self.source, self.tokenizer, self.vocab_size, self.around)
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+
+def tokenise(
+    source: Source,
+    tokenizer: Tokenizer,
+    cache_dir: str | Path | None,
+    *,
+    begin: tuple[int, ...] = (),
+    progress: Progress | None = None,
+) -> TokenStore:
+    """All documents of a source as one array: ``begin``, the document's ids, then the tokenizer's first end id.
+
+    Texts are encoded without special tokens; pass ``begin=(tokenizer.bos_id,)`` for a model that starts with one, and a
+    tokenizer without end ids adds none. Documents that give no ids are left out. With a ``cache_dir`` the result is
+    kept there in a folder named after the fingerprints of source, tokenizer and options, complete or not at all, and
+    the next call with the same ones maps it; damage to the folder shows in its manifest or sizes, and it is built
+    again. ``None`` keeps it in memory. ``progress`` is called with the documents and tokens so far.
+
+    A document above a million characters is encoded in pieces, cut after a line end between two characters that are not
+    white space: the same ids for tokenizers that never merge over such a place (byte-level BPE); others may differ
+    there.
+    """
+    wanted = Manifest(
+        format=FORMAT,
+        source=source.fingerprint(),
+        tokenizer=_tokenizer_fingerprint(tokenizer, source),
+        vocab_size=tokenizer.vocab_size,
+        around=(tuple(begin), tuple(tokenizer.eos_ids[:1])),
+    )
+    batches = _encoded(source, tokenizer, wanted, progress or (lambda documents, tokens: None))
+    if cache_dir is None:
+        parts, lengths = zip(*batches, strict=True)
+        tokens, boundaries = np.concatenate(parts), _starts(lengths)
+        hashed = hashlib.blake2b(tokens.data, digest_size=16)
+        hashed.update(boundaries.data)
+        return TokenStore(tokens, boundaries, hashed.hexdigest())
+    folder = Path(cache_dir) / f"tokens-{wanted.key}"
+    try:
+        store = _open(folder, wanted)
+        return store if store is not None else _build(folder, wanted, batches)
+    except OSError as error:
+        raise UserError(f"cannot keep tokens in '{cache_dir}': {error.strerror or error}") from error
+
+
+def _build(folder: Path, wanted: Manifest, batches: Iterator[tuple[np.ndarray, list[int]]]) -> TokenStore:
+    """Write beside, then rename: at every moment the folder is absent or whole."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for old in folder.parent.glob(f".{folder.name}-*"):
+        if time.time() - old.stat().st_mtime > ABANDONED_SECONDS:
+            shutil.rmtree(old, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        _write(beside, wanted, batches)
+        if _open(folder, wanted) is None:  # another process may have been first
+            if folder.exists():
+                folder.rename(beside / "damaged")
+            beside.rename(folder)
+            shutil.rmtree(folder / "damaged", ignore_errors=True)
+    except OSError:
+        if _open(folder, wanted) is None:
+            raise
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    store = _open(folder, wanted)
+    assert store is not None, folder
+    return store
+
+
+def _write(beside: Path, wanted: Manifest, batches: Iterator[tuple[np.ndarray, list[int]]]) -> None:
+    lengths: list[list[int]] = []
+    with (beside / "tokens.bin").open("wb") as file:
+        hashed = hashlib.blake2b(digest_size=16)
+        for part, batch_lengths in batches:
+            lengths.append(batch_lengths)
+            hashed.update(part.data)
+            file.write(part.data)
+        file.flush()
+        os.fsync(file.fileno())
+    boundaries = _starts(lengths)
+    hashed.update(boundaries.data)
+    with (beside / "boundaries.npy").open("wb") as file:
+        np.save(file, boundaries)
+        file.flush()
+        os.fsync(file.fileno())
+    done = msgspec.structs.replace(
+        wanted,
+        n_tokens=sum(map(sum, lengths)),
+        n_documents=len(boundaries),
+        fingerprint=hashed.hexdigest(),
+    )
+    with (beside / "manifest.json").open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(done)) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _open(folder: Path, wanted: Manifest) -> TokenStore | None:
+    """The store in the folder where it is whole and what was wanted, else None."""
+    try:
+        found = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
+        if found.key != wanted.key:
+            return None
+        boundaries = np.load(folder / "boundaries.npy", allow_pickle=False)
+        size = (folder / "tokens.bin").stat().st_size
+    except (OSError, ValueError, EOFError):  # msgspec's errors are ValueErrors, numpy's either of the two
+        return None
+    if len(boundaries) != found.n_documents or size != found.n_tokens * found.dtype.itemsize:
+        return None
+    tokens = np.memmap(folder / "tokens.bin", dtype=found.dtype, mode="r", shape=(found.n_tokens,))
+    return TokenStore(tokens, boundaries, found.fingerprint)
+
+
+def _encoded(
+    source: Source, tokenizer: Tokenizer, wanted: Manifest, progress: Progress
+) -> Iterator[tuple[np.ndarray, list[int]]]:
+    """Batches of documents as ``(ids of all, number of ids of each)``, with the ids around each document added."""
+    before, after = map(list, wanted.around)
+    n_documents = n_tokens = 0
+    for batch in _batched(source.documents()):
+        pieces = [list(_pieces(document.text)) for document in batch]
+        encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(pieces)), special=False))
+        rows = []
+        for document_pieces in pieces:
+            ids = list(itertools.chain.from_iterable(itertools.islice(encoded, len(document_pieces))))
+            if ids:
+                rows.append([*before, *ids, *after])
+        if not rows:
+            continue
+        flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
+        for worst in (flat.min(), flat.max()):
+            if not 0 <= worst < wanted.vocab_size:
+                raise UserError(f"the tokenizer gave the id {worst}, outside its vocab_size of {wanted.vocab_size}")
+        n_documents, n_tokens = n_documents + len(rows), n_tokens + len(flat)
+        progress(n_documents, n_tokens)
+        yield flat.astype(wanted.dtype), [len(row) for row in rows]
+    if not n_documents:
+        raise UserError("the tokenizer gave no ids for any document of the data")
+
+
+def _batched(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The text cut about every ``PIECE_CHARACTERS``, at the first good place from there on."""
+    start = 0
+    while place := LONE_LINE_END.search(text, start + PIECE_CHARACTERS):
+        yield text[start : place.end()]
+        start = place.end()
+    yield text[start:]
+
+
+def _starts(lengths: Iterable[list[int]]) -> np.ndarray:
+    ends = np.cumsum(np.fromiter(itertools.chain.from_iterable(lengths), dtype=np.int64))
+    return np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+
+
+def _tokenizer_fingerprint(tokenizer: Tokenizer, source: Source) -> str:
+    """The tokenizer's own fingerprint; for one without, how it encodes the first documents stands in for it."""
+    own = getattr(tokenizer, "fingerprint", None)
+    if own is not None:
+        return own()
+    first = next(_batched(source.documents()))
+    ids = tokenizer.encode_batch([document.text[:PIECE_CHARACTERS] for document in first], special=False)
+    return digest(type(tokenizer).__qualname__, tokenizer.vocab_size, tokenizer.eos_ids, tokenizer.bos_id, ids)

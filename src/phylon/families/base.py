@@ -1,0 +1,253 @@
+"""What a family is: a builder, presets, and how foreign formats say it. One registration a file."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from phylon.checkpoint import Layout
+from phylon.checkpoint.source import TensorSource
+from phylon.model.spec import ModelSpec
+from phylon.spec.errors import UserError, did_you_mean
+
+_MISSING = object()
+
+# Keys of a config.json that say nothing about the maths: bookkeeping, training-only and task defaults. Special ids are
+# read apart, as generation defaults.
+_NEUTRAL = frozenset(
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "cls_token_id",
+        "decoder_start_token_id",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "initializer_range",
+        "initializer_factor",
+        "gradient_checkpointing",
+        "pretraining_tp",
+        "task_specific_params",
+        "return_dict",
+        "return_dict_in_generate",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "torchscript",
+        "use_bfloat16",
+        "problem_type",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "prefix",
+        "finetuning_task",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "remove_invalid_values",
+        "tokenizer_class",
+        "prune_heads",
+        "pruned_heads",
+        "chunk_size_feed_forward",
+        "is_encoder_decoder",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "predict_special_tokens",
+        "output_past",
+        "_num_labels",
+        "attn_implementation",
+        "_flash_attn_2_enabled",
+        "unsloth_fixed",
+        "unsloth_version",
+        "transformers.js_config",
+    ]
+)
+
+
+class Config:
+    """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
+        self._data = dict(data)
+        self._left = set(data) - _NEUTRAL
+        self.where = where
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the file holds ``key``, be it null."""
+        return key in self._data
+
+    def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] | None = None) -> Any:
+        """The value of ``key``; a one-line error where it is missing or of the wrong kind."""
+        self._left.discard(key)
+        value = self._data.get(key, _MISSING)
+        if value is _MISSING or (value is None and default is not _MISSING):
+            if default is _MISSING:
+                raise UserError(f"{self.where} lacks '{key}'")
+            return default
+        if kind is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            wanted = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
+            raise UserError(f"{self.where}: '{key}' must be {wanted}, got {value!r}")
+        return value
+
+    def size(self, key: str, default: Any = _MISSING, most: int = 2**28) -> int:
+        """A whole number from 1 to ``most``, so that a hostile file cannot ask for the impossible."""
+        value = self.take(key, default, int)
+        if value is not None and not 1 <= value <= most:
+            raise UserError(f"{self.where}: '{key}' is {value}; it must be from 1 to {most}")
+        return value
+
+    def depth(self, key: str) -> int:
+        """A number of blocks or layers."""
+        return self.size(key, most=4096)
+
+    def number(self, key: str, default: Any = _MISSING) -> float:
+        """A number."""
+        return float(self.take(key, default, (int, float)))
+
+    def expect(self, key: str, *allowed: Any, why: str) -> None:
+        """Refuse a value that changes the maths in a way this family does not compute."""
+        value = self.take(key, allowed[0])
+        if value not in allowed:
+            raise UserError(f"{self.where}: '{key}' is {value!r}, which is not supported: {why}")
+
+    def ignore(self, *keys: str) -> None:
+        """Keys that do not change the maths of a forward pass."""
+        self._left.difference_update(keys)
+
+    def finish(self) -> None:
+        """Refuse what nobody read: an unknown key may change the maths."""
+        if self._left:
+            names = ", ".join(f"'{key}'" for key in sorted(self._left)[:6])
+            raise UserError(f"{self.where}: not understood, and it may change the maths: {names}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFFormat:
+    """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say."""
+
+    model_types: tuple[str, ...]
+    read: Callable[[Config], ModelSpec]
+    write: Callable[[ModelSpec], dict[str, Any]]
+    layout: Callable[[ModelSpec], Layout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GGUFFormat:
+    """GGUF files of a family. Some numbers are stored as tensors: ``read`` sees the source, ``extra`` writes them."""
+
+    architectures: tuple[str, ...]
+    read: Callable[[Config, TensorSource], ModelSpec]
+    write: Callable[[ModelSpec], dict[str, Any]]
+    layout: Callable[[ModelSpec], Layout]
+    extra: Callable[[ModelSpec], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One paper's architecture. ``cases`` are tiny specs for the tests, with every variant the family has."""
+
+    name: str
+    title: str
+    paper: str
+    builder: Callable[..., ModelSpec]
+    presets: Mapping[str, Callable[[], ModelSpec]]
+    cases: Callable[[], list[ModelSpec]]
+    hf: HFFormat | None = None
+    gguf: GGUFFormat | None = None
+    golden: Mapping[str, int] = field(default_factory=dict)
+
+
+_families: dict[str, Family] = {}
+
+
+def register_family(family: Family) -> None:
+    """Enter a family; its name and its presets' names must be new."""
+    _families[family.name] = family
+
+
+def families() -> list[Family]:
+    """Every registered family, by name."""
+    return sorted(_families.values(), key=lambda f: f.name)
+
+
+def family(name: str) -> Family:
+    """The family of one name."""
+    if name not in _families:
+        raise UserError(f"unknown family '{name}'{did_you_mean(name, _families)}")
+    return _families[name]
+
+
+def presets() -> dict[str, Callable[[], ModelSpec]]:
+    """Every preset of every family, by name."""
+    return {name: make for f in families() for name, make in f.presets.items()}
+
+
+def _folded(name: str) -> str:
+    return re.sub(r"[-_.\s]", "", name.lower())
+
+
+def preset(name: str) -> ModelSpec:
+    """The spec of a named model; dashes, dots and case do not matter."""
+    return presets()[_preset_name(name)]()
+
+
+def family_of_preset(name: str) -> Family:
+    """The family that a named model belongs to."""
+    name = _preset_name(name)
+    return next(f for f in families() if name in f.presets)
+
+
+def _preset_name(name: str) -> str:
+    known = presets()
+    found = name if name in known else {_folded(key): key for key in known}.get(_folded(name))
+    if found is None:
+        raise UserError(f"unknown preset '{name}'{did_you_mean(name, known)}")
+    return found
+
+
+def hf_format(model_type: str) -> tuple[Family, HFFormat]:
+    """The family that reads one ``model_type``."""
+    known = {m: f for f in families() if f.hf for m in f.hf.model_types}
+    found = known.get(model_type)
+    if found is None or found.hf is None:
+        raise UserError(f"unknown model_type '{model_type}'{did_you_mean(model_type, known)}")
+    return found, found.hf
+
+
+def gguf_format(architecture: str) -> tuple[Family, GGUFFormat]:
+    """The family that reads one GGUF architecture."""
+    known = {a: f for f in families() if f.gguf for a in f.gguf.architectures}
+    found = known.get(architecture)
+    if found is None or found.gguf is None:
+        raise UserError(f"unknown GGUF architecture '{architecture}'{did_you_mean(architecture, known)}")
+    return found, found.gguf

@@ -1,0 +1,121 @@
+"""Rotary parameters in Hugging Face configurations, both ways."""
+
+import math
+from typing import Any
+
+from phylon.families.base import Config
+from phylon.layers.positions.rotary import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    Rotary,
+    YarnScaling,
+)
+from phylon.spec.base import RopeScaling
+from phylon.spec.errors import UserError
+
+
+def read_rotary(
+    config: Config, head_dim: int, max_seq_len: int, *, default_theta: float = 10_000.0, default_share: float = 1.0
+) -> Rotary:
+    """From ``rope_theta`` and ``rope_scaling``, or from the newer ``rope_parameters``."""
+    theta = config.number("rope_theta", default_theta)
+    share = config.number("partial_rotary_factor", default_share)
+    scaling = config.take("rope_scaling", None, dict)
+    newer = config.take("rope_parameters", None, dict)
+    if newer is not None:
+        table = Config(
+            {("rope_type" if k == "type" else k): v for k, v in newer.items()}, f"{config.where} rope_parameters"
+        )
+        theta, share = table.number("rope_theta", theta), table.number("partial_rotary_factor", share)
+    else:
+        scaling = scaling or {}
+        if "rope_type" in scaling:
+            scaling = {k: v for k, v in scaling.items() if k != "type"}
+        table = Config(
+            {("rope_type" if k == "type" else k): v for k, v in scaling.items()}, f"{config.where} rope_scaling"
+        )
+    width = int(head_dim * share)
+    parsed = _read_scaling(table, theta, max_seq_len)
+    table.finish()
+    return Rotary(theta=theta, dim=None if width == head_dim else width, scaling=parsed)
+
+
+def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling | None:
+    kind = table.take("rope_type", "default", str)
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return LinearScaling(factor=table.number("factor"))
+    original = int(table.number("original_max_position_embeddings", max_seq_len))
+    if kind == "dynamic":
+        # Static at the length the model was made for: an override of ``seq_len`` stretches it further.
+        factor = table.number("factor")
+        return DynamicNTKScaling(factor=factor, original_max_seq_len=max_seq_len, seq_len=max_seq_len)
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=table.number("factor"),
+            low_freq_factor=table.number("low_freq_factor"),
+            high_freq_factor=table.number("high_freq_factor"),
+            original_max_seq_len=original,
+        )
+    if kind == "yarn":
+        factor = table.number("factor", max_seq_len / original)
+        attention = table.take("attention_factor", None, (int, float))
+        mscale = table.take("mscale", None, (int, float))
+        mscale_all = table.take("mscale_all_dim", None, (int, float))
+        if attention is None and mscale and mscale_all:
+            attention = _mscale(factor, mscale) / _mscale(factor, mscale_all)
+        return YarnScaling(
+            factor=factor,
+            original_max_seq_len=original,
+            beta_fast=table.number("beta_fast", 32.0),
+            beta_slow=table.number("beta_slow", 1.0),
+            attention_factor=None if attention is None else float(attention),
+            round_ramp=table.take("truncate", True, bool),
+        )
+    known = "default, linear, dynamic, yarn, llama3"
+    raise UserError(f"{table.where}: unknown rope_type '{kind}' (known: {known})")
+
+
+def _mscale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def write_rotary(rotary: Rotary, head_dim: int, max_seq_len: int) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``, which older and newer readers both understand."""
+    config: dict[str, Any] = {"rope_theta": rotary.theta}
+    if rotary.dim is not None:
+        config["partial_rotary_factor"] = rotary.dim / head_dim
+    scaling = rotary.scaling
+    if scaling is None:
+        return config
+    if isinstance(scaling, LinearScaling):
+        table: dict[str, Any] = {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, DynamicNTKScaling):
+        if scaling.seq_len != max_seq_len or scaling.original_max_seq_len != max_seq_len:
+            raise UserError("dynamic NTK resolved to another length than max_seq_len cannot be said in this format")
+        table = {"rope_type": "dynamic", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        table = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+    elif isinstance(scaling, YarnScaling):
+        table = {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+        }
+        if scaling.attention_factor is not None:
+            table["attention_factor"] = scaling.attention_factor
+        if not scaling.round_ramp:
+            table["truncate"] = False
+    else:
+        raise UserError(f"{type(scaling).__name__} cannot be said in this format; fold it into theta")
+    return {**config, "rope_scaling": table}

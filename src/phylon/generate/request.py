@@ -1,0 +1,187 @@
+"""What each row is asked to do: prompts, limits and stops from the user's arguments, checked before anything runs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from phylon.generate.sampling import Sampling
+from phylon.model import Model
+from phylon.spec import UserError
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One row. ``stream`` numbers independent draws under one seed; ``logprobs`` says whether they are wanted."""
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    stream: int = 0
+    logprobs: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What ``generate``, ``stream`` and ``ChatSession`` take; ``None`` is the model's own default."""
+
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | Sequence[str] | Sequence[Sequence[str]] | None = None
+    stop_ids: Sequence[int] | Sequence[Sequence[int]] | None = None
+    eos_ids: Sequence[int] | None = None
+    seed: int | Sequence[int] = 0
+    logprobs: bool = True
+
+    def sampling(self, model: Model, seed: int) -> Sampling:
+        """These options over the model's defaults."""
+        chosen = {}
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            mine, default = getattr(self, name), getattr(model.generation, name)
+            if mine is not None or default is not None:
+                chosen[name] = default if mine is None else mine
+        return Sampling(**chosen, seed=seed)
+
+
+def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Options) -> list[Request]:
+    """A request for every prompt, in order.
+
+    With one seed for all, equal prompts draw from different streams; distinct prompts draw what they would draw alone.
+    """
+    check_generates(model)
+    if options.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}")
+    rows = [prompt_ids(model, prompt) for prompt in listed(prompts)]
+    stops = _per_row("stop", options.stop, str, len(rows))
+    if any(stops) and model.tokenizer is None:
+        raise UserError("stop strings need a tokenizer, and this model has none; use stop_ids")
+    if any(not text for row in stops for text in row):
+        raise UserError("a stop string is empty; every text would stop at once")
+    stop_ids = _per_row("stop_ids", options.stop_ids, int, len(rows))
+    eos_ids = frozenset(default_eos_ids(model) if options.eos_ids is None else options.eos_ids)
+    seeds = options.seed
+    if not isinstance(seeds, int) and len(seeds) != len(rows):
+        raise UserError(f"there are {len(seeds)} seeds for {len(rows)} prompts; give one for all, or one each")
+    requests, repeats = [], Counter[tuple[int, ...]]()
+    for i, ids in enumerate(rows):
+        requests.append(
+            Request(
+                prompt=ids,
+                max_new_tokens=room_for(model, len(ids), options.max_new_tokens),
+                sampling=options.sampling(model, seeds if isinstance(seeds, int) else seeds[i]),
+                stop=stops[i],
+                stop_ids=frozenset(stop_ids[i]),
+                eos_ids=eos_ids,
+                stream=repeats[ids] if isinstance(seeds, int) else 0,
+                logprobs=options.logprobs,
+            )
+        )
+        repeats[ids] += 1
+    return requests
+
+
+def check_generates(model: Model) -> None:
+    """Refuse models that do not write text token by token."""
+    if model.encoder is not None and model.decoder is not None:
+        raise UserError("generating with an encoder-decoder model is not there yet; use a decoder-only model")
+    head = next(iter(model.spec.heads.values()), None)
+    if model.decoder is None or not hasattr(head, "vocab_size"):
+        raise UserError("this model does not generate: it needs a decoder and a language-model head")
+
+
+def listed(prompts: str | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts as a list; a text, or a flat list of ids, is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    if not prompts:
+        raise UserError("there are no prompts; give at least one")
+    return prompts
+
+
+def prompt_ids(model: Model, prompt: Prompt) -> tuple[int, ...]:
+    """The ids of a prompt; an empty one becomes the model's BOS."""
+    if isinstance(prompt, str):
+        ids = encoded(model, prompt)
+    else:
+        ids = [int(token) for token in prompt]
+    if not ids:
+        bos = first_id(model)
+        if bos is None:
+            raise UserError("the prompt is empty and the model has no BOS token to start from; give at least one token")
+        ids = [bos]
+    check_ids(model, ids)
+    return tuple(ids)
+
+
+def encoded(model: Model, text: str) -> list[int]:
+    """The ids of ``text`` with the special tokens that go before it, without those that end it."""
+    tokenizer = needed_tokenizer(model)
+    ids = list(tokenizer.encode(text))
+    return ids[:-1] if ids and getattr(tokenizer, "add_eos", False) else ids
+
+
+def needed_tokenizer(model: Model) -> Any:
+    """The model's tokenizer."""
+    if model.tokenizer is None:
+        raise UserError("this model has no tokenizer: give token ids, or set model.tokenizer")
+    return model.tokenizer
+
+
+def first_id(model: Model) -> int | None:
+    """The model's BOS, ``None`` where it has none."""
+    bos = model.generation.bos_id
+    return getattr(model.tokenizer, "bos_id", None) if bos is None else bos
+
+
+def default_eos_ids(model: Model) -> tuple[int, ...]:
+    """The ids that end a text: the model's, else its tokenizer's."""
+    return tuple(model.generation.eos_ids or getattr(model.tokenizer, "eos_ids", ()))
+
+
+def check_ids(model: Model, ids: Sequence[int]) -> None:
+    """Refuse ids outside of the vocabulary."""
+    size = getattr(model.spec.last_stack.embed, "vocab_size", None)
+    if size is None:
+        return
+    wrong = next((token for token in ids if not 0 <= token < size), None)
+    if wrong is not None:
+        raise UserError(f"token id {wrong} is out of range: the vocabulary has {size} entries")
+
+
+def room_for(model: Model, n_prompt: int, max_new_tokens: int) -> int:
+    """How many tokens can follow: no more than the model's ``max_seq_len`` leaves."""
+    limit = model.spec.max_seq_len
+    if limit is None:
+        return max_new_tokens
+    if n_prompt > limit:
+        raise UserError(f"the prompt has {n_prompt} tokens and the model takes {limit}; shorten it")
+    return min(max_new_tokens, limit - n_prompt)
+
+
+def _per_row(name: str, given: Any, kind: type[T], n_rows: int) -> list[tuple[T, ...]]:
+    """One value, a sequence for all rows, or a sequence of sequences with one for each row."""
+    if given is None:
+        return [()] * n_rows
+    if isinstance(given, kind):
+        return [(given,)] * n_rows
+    given = list(given)
+    if all(isinstance(item, kind) for item in given):
+        return [tuple(given)] * n_rows
+    if any(isinstance(item, kind) for item in given):
+        raise UserError(f"{name} mixes single values and lists; give a list for all rows, or a list of lists")
+    if len(given) != n_rows:
+        raise UserError(f"{name} has lists for {len(given)} rows and there are {n_rows} prompts")
+    return [tuple(item or ()) for item in given]

@@ -1,0 +1,158 @@
+"""What lies at a path, from its configuration alone: the format, the family and the spec. No weight is read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from phylon.checkpoint import TensorSource, open_gguf
+from phylon.families import Family, gguf_format, hf_format
+from phylon.families.base import Config
+from phylon.hub.names import find_model
+from phylon.model import GenerationDefaults, ModelSpec
+from phylon.spec.errors import UserError
+from phylon.spec.serial import check_schema, from_data
+
+NATIVE_CONFIG = "phylon.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file.
+
+    ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
+    """
+
+    path: Path
+    format: Literal["native", "hf", "gguf"]
+    family: Family | None
+    spec: ModelSpec
+    generation: GenerationDefaults
+    source: TensorSource | None = None
+    written_as: str | None = None
+
+
+def describe(path_or_name: str | Path) -> Description:
+    """The format, family and spec of a native folder, a Hugging Face folder, a ``.gguf`` file or a known package name.
+
+    Raises:
+        UserError: the path is no checkpoint, or its configuration does not fit.
+    """
+    path = find_model(path_or_name)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UserError(f"'{path}' is not a .gguf file; give the folder that holds config.json and the weights")
+        return _gguf(path)
+    if (path / NATIVE_CONFIG).exists():
+        return _native(path)
+    if (path / "config.json").exists():
+        return _hf(path)
+    raise UserError(f"'{path}' is not a checkpoint: it has neither {NATIVE_CONFIG} nor config.json")
+
+
+def _native(path: Path) -> Description:
+    data = read_json(path / NATIVE_CONFIG)
+    try:
+        check_schema(data)
+        spec = from_data(ModelSpec, data.get("model"))
+        generation = from_data(GenerationDefaults, data.get("generation", {}))
+    except UserError as error:
+        raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
+    named = data.get("family")
+    return Description(
+        path=path,
+        format="native",
+        family=None,
+        spec=spec,
+        generation=generation,
+        written_as=named if isinstance(named, str) else None,
+    )
+
+
+def _hf(path: Path) -> Description:
+    data = read_json(path / "config.json")
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str):
+        raise UserError(f"{path / 'config.json'} names no model_type")
+    refuse_remote_code(data, path)
+    family, fmt = hf_format(model_type)
+    spec = fmt.read(Config(data, str(path / "config.json")))
+    extra = path / "generation_config.json"
+    generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+    return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+def _gguf(path: Path) -> Description:
+    source = open_gguf(path)
+    architecture = source.metadata.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise UserError(f"'{path}' names no general.architecture")
+    family, fmt = gguf_format(architecture)
+    own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
+    spec = fmt.read(Config(own, str(path)), source)
+    nothing = GenerationDefaults()
+    return Description(
+        path=path,
+        format="gguf",
+        family=family,
+        spec=spec,
+        generation=nothing,
+        source=source,
+        written_as=family.name,
+    )
+
+
+def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
+    """Special ids and sampling defaults from ``config.json`` and ``generation_config.json``; later tables win."""
+    merged = {key: value for table in tables for key, value in table.items() if value is not None}
+
+    def ids(key: str) -> tuple[int, ...]:
+        value = merged.get(key, ())
+        found = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else ()
+        return tuple(i for i in found if isinstance(i, int) and i >= 0)
+
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {name: merged[name] for name in names if isinstance(merged.get(name), int | float)}
+    if sampling.get("top_k") == 0:
+        del sampling["top_k"]
+    if not merged.get("do_sample", False):
+        # Settings of a sampler that the checkpoint does not turn on are not its defaults.
+        sampling = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+    return GenerationDefaults(
+        bos_id=next(iter(ids("bos_token_id")), None),
+        eos_ids=ids("eos_token_id"),
+        pad_id=next(iter(ids("pad_token_id")), None),
+        decoder_start_id=next(iter(ids("decoder_start_token_id")), None),
+        **sampling,
+    )
+
+
+def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
+    """A configuration that names code to fetch or a foreign quantisation is refused."""
+    if data.get("auto_map"):
+        raise UserError(
+            f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first"
+        )
+    if data.get("quantization_config"):
+        method = (
+            data["quantization_config"].get("quant_method", "unknown")
+            if isinstance(data["quantization_config"], dict)
+            else "unknown"
+        )
+        raise UserError(
+            f"{path / 'config.json'}: weights quantised by '{method}' are not read; use GGUF or full weights"
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of at most 64 MB."""
+    if path.stat().st_size > 64 * 2**20:
+        raise UserError(f"'{path}' is too large to be a configuration")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(f"'{path}' is not JSON: {str(error).splitlines()[0]}") from None
+    if not isinstance(data, dict):
+        raise UserError(f"'{path}' must hold a JSON object")
+    return data

@@ -1,0 +1,186 @@
+"""Saving: a whole folder or file is written beside its place and renamed into it."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from phylon.checkpoint import MemorySource, write_gguf, write_safetensors
+from phylon.families import Family, families
+from phylon.families.base import Config, GGUFFormat, HFFormat
+from phylon.hub.describe import NATIVE_CONFIG
+from phylon.hub.load import stored_tensors
+from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
+from phylon.spec.errors import UserError
+from phylon.spec.serial import SCHEMA, to_data
+from phylon.text import gguf_from_tokenizer
+
+_SHARD_BYTES = 5 * 10**9
+_NO_PLACE = "its configuration has no place for a part of the spec"
+
+
+def save(
+    model: Model, folder: str | Path, *, format: Literal["native", "hf"] = "native", replace: bool = False
+) -> Path:
+    """Write the model, its tokenizer and generation defaults into ``folder``; returns it.
+
+    "native" keeps the spec and canonical names; "hf" is the layout of the family, readable by ``transformers``, with
+    every tensor bit for bit. An existing folder is kept unless ``replace``; nothing half-written is ever left.
+    """
+    target = Path(folder)
+    if format not in ("native", "hf"):
+        raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
+    hf = None if format == "native" else _chosen(model, "hf")
+    with _new_folder(target, replace) as beside:
+        if hf is None:
+            data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
+            data |= {} if model.family is None else {"family": model.family}
+            _write_json(beside / NATIVE_CONFIG, data)
+            tensors: Any = stored_tensors(model)
+        else:
+            dtype = str(model.dtype).removeprefix("torch.")
+            _write_json(
+                beside / "config.json", {**hf.write(model.spec), **_ids(model.generation), "torch_dtype": dtype}
+            )
+            _write_json(beside / "generation_config.json", _generation_config(model.generation))
+            tensors = hf.layout(model.spec).unmap(stored_tensors(model))
+        metadata = {"format": "pt"}
+        write_safetensors(beside / "model.safetensors", tensors, metadata, max_shard_bytes=_SHARD_BYTES)
+        if model.tokenizer is not None:
+            model.tokenizer.save(beside)
+    return target
+
+
+def save_gguf(model: Model, path: str | Path, *, quant: str | None = None, replace: bool = False) -> Path:
+    """Write a ``.gguf`` file. ``quant`` (F32, F16, BF16, Q8_0, Q4_0, Q4_1) applies to matrices; vectors stay F32."""
+    target = Path(path)
+    if target.exists() and not replace:
+        raise UserError(f"'{target}' exists; choose another name or remove it")
+    fmt: GGUFFormat = _chosen(model, "gguf")
+    metadata = {**fmt.write(model.spec), **({} if model.tokenizer is None else gguf_from_tokenizer(model.tokenizer))}
+    kind = quant or {"float16": "F16", "bfloat16": "BF16"}.get(str(model.dtype).removeprefix("torch."), "F32")
+    extra = fmt.extra(model.spec)
+    tensors = _Together(fmt.layout(model.spec).unmap(stored_tensors(model)), extra.items())
+    with _reported(target, target):
+        write_gguf(target, metadata, tensors, quant=kind)
+    return target
+
+
+class _Together(Iterable[tuple[str, torch.Tensor]]):
+    """One walk after the other, made anew each time, so that a writer keeps one made tensor in memory."""
+
+    def __init__(self, *parts: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return itertools.chain(*self._parts)
+
+
+def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
+    """The format of the model's family if that says its spec exactly, else of the first one that does."""
+    spec, reasons = model.spec, []
+    for family in sorted(families(), key=lambda family: family.name != model.family):
+        fmt: HFFormat | GGUFFormat | None = getattr(family, kind)
+        if fmt is None:
+            continue
+        reason = _refusal(spec, family, fmt)
+        if reason is None:
+            return fmt
+        reasons.append(f"{family.name}: {reason}")
+    # Nearest first: families that have other parts altogether say so with "this format".
+    reasons.sort(key=lambda reason: 2 * (": this format " in reason) + (_NO_PLACE in reason))
+    shown = "; ".join(reasons[:4]) + ("; …" if len(reasons) > 4 else "")
+    raise UserError(f"no family's {kind} format says this model exactly; save it as native ({shown})")
+
+
+def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str | None:
+    try:
+        written = fmt.write(spec)
+        if isinstance(fmt, GGUFFormat):
+            return None if _said_by_gguf(spec, fmt, written) else "its header has no place for a part of the spec"
+        back = fmt.read(Config(written)).replace(init=spec.init)
+    except (UserError, KeyError) as error:
+        return str(error)
+    return None if back == spec else _NO_PLACE
+
+
+def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> bool:
+    """Whether a GGUF header gives back the spec, training matters and frequencies stored as tensors aside."""
+    extra = fmt.extra(spec)
+    tensors = dict(fmt.layout(spec).unmap(stored_tensors(build_meta(spec)))) | extra
+    own = {key: value for key, value in written.items() if not key.startswith("general.")}
+    back = fmt.read(Config(own), MemorySource(tensors))
+
+    def maths(value: Any) -> Any:
+        if isinstance(value, dict):
+            aside = {"init", "dropout", "drop", *(("scaling",) if extra else ())}
+            return {key: maths(inner) for key, inner in value.items() if key not in aside}
+        return [maths(inner) for inner in value] if isinstance(value, list) else value
+
+    return maths(to_data(back)) == maths(to_data(spec))
+
+
+def _ids(generation: GenerationDefaults) -> dict[str, Any]:
+    eos: Any = list(generation.eos_ids)
+    return {
+        "bos_token_id": generation.bos_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
+        "pad_token_id": generation.pad_id,
+    }
+
+
+def _generation_config(generation: GenerationDefaults) -> dict[str, Any]:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {name: value for name in names if (value := getattr(generation, name)) is not None}
+    turned_on = any(name != "repetition_penalty" for name in sampling)
+    ids = {key: value for key, value in _ids(generation).items() if value is not None}
+    return {**ids, **sampling, **({"do_sample": True} if turned_on else {})}
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _new_folder(target: Path, replace: bool) -> Iterator[Path]:
+    """A folder beside ``target`` that takes its place when the block succeeds, and vanishes when it fails."""
+    if target.exists() and not replace and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"'{target}' exists and is not empty; choose another folder or remove it")
+    beside = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    old = target.parent / f".{target.name}.{os.getpid()}.old"
+
+    with _reported(target, beside):
+        beside.mkdir(parents=True)
+        try:
+            yield beside
+            if target.exists():
+                target.rename(old)
+            try:
+                beside.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _reported(target: Path, beside: Path) -> Iterator[None]:
+    """What the operating system refuses, as one line about ``target``; ``beside`` is where it was being written."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else (error.strerror or str(error)).lower()
+        raise UserError(f"cannot save to '{target}': {reason}; nothing was left behind") from None
+    except UserError as error:
+        raise UserError(str(error).replace(str(beside), str(target))) from None

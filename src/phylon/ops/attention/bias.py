@@ -1,0 +1,53 @@
+"""Structured score biases: a few numbers and a rule, from which every tile of the bias can be made."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phylon.patterns import Records
+
+
+@dataclass(frozen=True)
+class AlibiBias:
+    """``-slope_h * |query - key|``. Press, Smith and Lewis (arXiv:2108.12409), section 3. ``slopes`` (H,)."""
+
+    slopes: Tensor
+
+    def scores(self, query: Records, key: Records) -> Tensor:
+        distance = (query.positions - key.positions).abs()
+        return -self.slopes[:, None, None] * distance
+
+
+@dataclass(frozen=True)
+class BucketBias:
+    """A learned number per head and bucket of distance. T5 (arXiv:1910.10683), section 2.1.
+
+    ``table`` (n_buckets, H). Half of the buckets are exact distances, the other half grow logarithmically up to
+    ``max_distance``; ``both_sides`` gives earlier and later keys buckets of their own.
+    """
+
+    table: Tensor
+    max_distance: int
+    both_sides: bool
+
+    def scores(self, query: Records, key: Records) -> Tensor:
+        buckets = self.buckets(key.positions - query.positions)
+        return self.table[buckets.squeeze(1)].permute(0, 3, 1, 2)
+
+    def buckets(self, relative: Tensor) -> Tensor:
+        """The bucket of ``key - query``, of any shape."""
+        n_buckets = len(self.table)
+        offset = torch.zeros_like(relative, dtype=torch.int64)
+        if self.both_sides:
+            n_buckets //= 2
+            offset = (relative > 0).to(torch.int64) * n_buckets
+            distance = relative.abs()
+        else:
+            distance = (-relative).clamp(min=0)
+        exact = n_buckets // 2
+        # In fp32, as released: the edges of the buckets are where that rounds to.
+        grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        far = (exact + (grown * (n_buckets - exact)).to(torch.int64)).clamp(max=n_buckets - 1)
+        return offset + torch.where(distance < exact, distance.to(torch.int64), far)

@@ -1,0 +1,116 @@
+"""Selective scans and the convolution before them: public functions, references, and backends behind one dispatch."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phylon.ops.dispatch import Dispatch, Reason
+from phylon.ops.scan.call import Breaks, ConvCall, ScanCall, SSDCall
+from phylon.ops.scan.chunked import ScanChunked
+from phylon.ops.scan.conv import ConvShifted
+from phylon.ops.scan.reference import ConvReference, ScanReference, SSDReference
+from phylon.ops.scan.ssd import SSDChunked
+
+dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanChunked(), ScanReference()])
+ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDChunked(), SSDReference()])
+conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvShifted(), ConvReference()])
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    state: Tensor | None = None,
+    resets: Tensor | None = None,
+    real: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = C_t h_t + D x_t``. Mamba (arXiv:2312.00752), algorithm 2.
+
+    ``x``, ``dt`` (B, T, D); ``A`` (D, N), negative; ``B``, ``C`` (B, T, N); ``D`` (D,). ``state`` (B, D, N) is what
+    came before (default: nothing). Returns ``y`` (B, T, D) in the dtype of ``x``, and the last state in fp32 at least,
+    as is all the arithmetic. ``resets`` boolean (B, T): the step starts a document and forgets what came before.
+    ``real`` boolean (B, T): elsewhere is padding, which may hold anything, leaves the state exactly as it is and
+    yields zero. Cost: O(T D N) time; memory for the states of one chunk, in the backward pass too. ``backend`` forces
+    one; if it refuses, ``UserError`` gives its reason.
+    """
+    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real))
+    with _without_autocast(x):
+        return dispatch.pick(call, backend).run(call)
+
+
+def ssd_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    state: Tensor | None = None,
+    resets: Tensor | None = None,
+    real: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The scan with a scalar ``A`` for each head. Mamba-2 (arXiv:2405.21060), sections 2.1 and 6.
+
+    ``x`` (B, T, H, P), ``dt`` (B, T, H), ``A``, ``D`` (H,), ``B``, ``C`` (B, T, G, N) with H a multiple of G, ``state``
+    (B, H, P, N). Everything else as in ``selective_scan``. Cost: O(T H (L (P + N) + P N)) for chunks of L steps.
+    """
+    call = SSDCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real))
+    with _without_autocast(x):
+        return ssd_dispatch.pick(call, backend).run(call)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tail: Tensor | None = None,
+    resets: Tensor | None = None,
+    real: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each channel of ``x`` (B, T, D) over its last W real inputs of the same document: ``weight`` (D, W), last is now.
+
+    ``tail`` (B, W - 1, D) holds the inputs before, oldest first, zero beyond the document's start (default: none).
+    Returns ``y`` (B, T, D) and the new tail. ``resets``, ``real`` and ``backend`` as in ``selective_scan``.
+    """
+    call = ConvCall(x=x, weight=weight, bias=bias, tail=tail, breaks=Breaks(resets=resets, real=real))
+    return conv_dispatch.pick(call, backend).run(call)
+
+
+def explain(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> list[Reason]:
+    """Which backend would run this selective scan, and why each other one would not."""
+    state = options.pop("state", None)
+    return dispatch.explain(ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(**options)))
+
+
+def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Inside a scan everything is fp32 at least; autocast would run its products in 16 bits."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+__all__ = [
+    "Breaks",
+    "ConvCall",
+    "SSDCall",
+    "ScanCall",
+    "causal_conv",
+    "conv_dispatch",
+    "dispatch",
+    "explain",
+    "selective_scan",
+    "ssd_dispatch",
+    "ssd_scan",
+]

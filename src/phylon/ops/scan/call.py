@@ -1,0 +1,142 @@
+"""The descriptions of scan and convolution calls that every backend reads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phylon.spec.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breaks:
+    """Where a row's tokens are no plain continuation, boolean (B, T) each, or ``None`` where nothing is.
+
+    ``resets``: the token starts a document, so that nothing before it counts. ``real``: the token is not padding;
+    a padding step may hold anything, leaves the state as it is, and yields zero.
+    """
+
+    resets: Tensor | None = None
+    real: Tensor | None = None
+
+    def check(self, batch: int, length: int) -> None:
+        for name, mask in (("resets", self.resets), ("real", self.real)):
+            if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
+                raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")
+
+
+@dataclass(kw_only=True)
+class ScanCall:
+    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``state`` (B, D, N) or ``None``."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    state: Tensor | None
+    breaks: Breaks
+
+    def __post_init__(self) -> None:
+        _check_rank(self.x, 3, "x (B, T, D)")
+        batch, length, width = self.x.shape
+        size = self.A.shape[-1]
+        _check_shapes(
+            dt=(self.dt, (batch, length, width)),
+            A=(self.A, (width, size)),
+            B=(self.B, (batch, length, size)),
+            C=(self.C, (batch, length, size)),
+            D=(self.D, (width,)),
+            state=(self.state, (batch, width, size)),
+        )
+        self.breaks.check(batch, length)
+
+
+@dataclass(kw_only=True)
+class SSDCall:
+    """``x`` (B, T, H, P), ``dt`` (B, T, H), ``A``, ``D`` (H,), ``B``, ``C`` (B, T, G, N), ``state`` (B, H, P, N).
+
+    Head h reads group ``h // (H / G)``.
+    """
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    state: Tensor | None
+    breaks: Breaks
+
+    def __post_init__(self) -> None:
+        _check_rank(self.x, 4, "x (B, T, H, P)")
+        _check_rank(self.B, 4, "B (B, T, G, N)")
+        batch, length, heads, width = self.x.shape
+        groups, size = self.B.shape[2:]
+        if groups == 0 or heads % groups:
+            raise UserError(f"{heads} heads are no multiple of {groups} groups")
+        _check_shapes(
+            dt=(self.dt, (batch, length, heads)),
+            A=(self.A, (heads,)),
+            B=(self.B, (batch, length, groups, size)),
+            C=(self.C, (batch, length, groups, size)),
+            D=(self.D, (heads,)),
+            state=(self.state, (batch, heads, width, size)),
+        )
+        self.breaks.check(batch, length)
+
+
+@dataclass(kw_only=True)
+class ConvCall:
+    """``x`` (B, T, D), ``weight`` (D, W), ``bias`` (D,) or ``None``, ``tail`` (B, W - 1, D) or ``None``."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    tail: Tensor | None
+    breaks: Breaks
+
+    def __post_init__(self) -> None:
+        _check_rank(self.x, 3, "x (B, T, D)")
+        batch, length, width = self.x.shape
+        reach = self.weight.shape[-1]
+        _check_shapes(
+            weight=(self.weight, (width, reach)),
+            bias=(self.bias, (width,)),
+            tail=(self.tail, (batch, reach - 1, width)),
+        )
+        self.breaks.check(batch, length)
+
+    def start(self) -> Tensor:
+        """The tail that came before, in the dtype of ``x``; zeros where there is none."""
+        batch, _, width = self.x.shape
+        if self.tail is None:
+            return self.x.new_zeros(batch, self.weight.shape[1] - 1, width)
+        return self.tail.to(self.x.dtype)
+
+
+def wide(*tensors: Tensor) -> list[Tensor]:
+    """Every tensor in one dtype, fp32 at least: the dtype of the state."""
+    dtype = torch.float32
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def cleared(tensor: Tensor, real: Tensor | None) -> Tensor:
+    """``tensor`` (B, T, …) with zeros at padding. A step of ``dt = 0`` leaves the state exactly as it is."""
+    if real is None:
+        return tensor
+    return tensor.masked_fill(~real.reshape(*real.shape, *[1] * (tensor.ndim - 2)), 0)
+
+
+def _check_rank(tensor: Tensor, rank: int, what: str) -> None:
+    if tensor.ndim != rank or 0 in tensor.shape:
+        raise UserError(f"a scan takes {what}, none of them 0, got {tuple(tensor.shape)}")
+
+
+def _check_shapes(**wanted: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(f"scan shapes do not fit: {name} is {tuple(tensor.shape)}, expected {shape}")

@@ -1,0 +1,89 @@
+"""Mamba-2's state-space duality in chunks: matrix products inside a chunk, a state between chunks.
+
+Dao and Gu (arXiv:2405.21060), section 6. Only one chunk's (B, H, L, L) weights ever exist.
+"""
+
+import torch
+from torch import Tensor
+
+from phylon.ops.scan.call import SSDCall, cleared, wide
+from phylon.ops.scan.chunked import in_chunks, kept
+
+CHUNK = 64
+
+
+class SSDChunked:
+    """PyTorch operations only, any device, forward and backward."""
+
+    name = "chunked"
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, call: SSDCall) -> str | None:
+        return None
+
+    def run(self, call: SSDCall) -> tuple[Tensor, Tensor]:
+        x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)
+        x, dt, B, C = (cleared(t, call.breaks.real) for t in (x, dt, B, C))
+        batch, length, heads, width = x.shape
+        groups, size = B.shape[2:]
+        h = x.new_zeros(batch, heads, width, size) if call.state is None else call.state.to(x.dtype)
+        shape = (groups, heads // groups)
+        by_time = (x.unflatten(2, shape), dt.unflatten(2, shape), B, C)
+        constant = (A.unflatten(0, shape), D.unflatten(0, shape))
+        h = h.unflatten(1, shape)  # (B, G, R, P, N), R heads a group
+        if length == 1:
+            y, h = _step(h, *by_time, kept(call.breaks.resets, x.dtype), *constant)
+        else:
+            y, h = in_chunks(_chunk, CHUNK, (*by_time, call.breaks.resets), constant, h)
+        return y.flatten(2, 3).to(call.x.dtype), h.flatten(1, 2)
+
+
+def _step(
+    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, keep: Tensor | None, A: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A chunk of one: ``x`` (B, 1, G, R, P), ``dt`` (B, 1, G, R), ``B``, ``C`` (B, 1, G, N)."""
+    x, dt = x[:, 0], dt[:, 0]
+    decay = torch.exp(dt * A)
+    if keep is not None:
+        decay = decay * keep[:, :, None]
+    inputs = (dt[..., None] * x)[..., None] * B[:, 0, :, None, None, :]
+    h = torch.addcmul(inputs, decay[..., None, None], h)
+    y = (h @ C[:, 0, :, None, :, None])[..., 0]
+    return torch.addcmul(y, x, D[..., None])[:, None], h
+
+
+def _chunk(
+    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, resets: Tensor | None, A: Tensor, D: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``x`` (B, L, G, R, P), ``dt`` (B, L, G, R), ``B``, ``C`` (B, L, G, N), ``h`` (B, G, R, P, N)."""
+    logs = (dt * A).permute(0, 2, 3, 1)  # (B, G, R, L)
+    decay, since_start = _decays(logs, resets)
+    u = (x * dt[..., None]).permute(0, 2, 3, 1, 4)  # (B, G, R, L, P)
+    B_GLN, C_GLN = B.transpose(1, 2), C.transpose(1, 2)
+    # Inside the chunk: weights (B, G, R, L, L), as attention without a softmax.
+    y = ((C_GLN @ B_GLN.mT)[:, :, None] * decay) @ u
+    # From before the chunk.
+    y = y + (C_GLN[:, :, None] @ h.mT) * since_start[..., None]
+    # The state at the end of the chunk.
+    weighted = u * decay[..., -1, :, None]
+    h = since_start[..., -1, None, None] * h + weighted.mT @ B_GLN[:, :, None]
+    return torch.addcmul(y.permute(0, 3, 1, 2, 4), x, D[..., None]), h
+
+
+def _decays(logs: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is left at step i of step j's input (…, L, L), zero for j > i, and of the state before the chunk (…, L).
+
+    The exponents are sums over j < k <= i, not differences of sums from the start, which would cancel.
+    """
+    length = logs.shape[-1]
+    below = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril(-1)
+    sums = logs[..., None].expand(*logs.shape, length).masked_fill(~below, 0).cumsum(-2)
+    unseen = ~(below | torch.eye(length, dtype=torch.bool, device=logs.device))
+    since_start = torch.exp(logs.cumsum(-1))
+    if resets is not None:
+        documents = resets.cumsum(1)[:, None, None]  # (B, 1, 1, L)
+        unseen = unseen | (documents[..., :, None] != documents[..., None, :])
+        since_start = since_start.masked_fill(documents != 0, 0)
+    return torch.exp(sums.masked_fill(unseen, float("-inf"))), since_start

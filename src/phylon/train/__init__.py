@@ -1,0 +1,58 @@
+"""Training: recipes, optimizer, schedules, the loop, checkpoints, the report."""
+
+from phylon.spec.package import make_callable
+from phylon.train.callbacks import Callback
+from phylon.train.checkpoint import RunState, latest_checkpoint
+from phylon.train.metrics import read_metrics
+from phylon.train.objective import NextToken
+from phylon.train.optim import AdamW
+from phylon.train.progress import ProgressLine
+from phylon.train.recipe import (
+    DataRecipe,
+    InlineTexts,
+    Recipe,
+    RunRecipe,
+    builtin_recipes,
+    load_recipe,
+    recipe_from_toml,
+    recipe_to_toml,
+)
+from phylon.train.report import write_report
+from phylon.train.run import TrainResult, train
+from phylon.train.schedule import WSD, Constant, InverseSqrt, Linear, WarmupCosine
+from phylon.train.signals import Interrupted
+from phylon.train.trainer import Trainer
+from phylon.train.vocabulary import BPE, Characters, Loaded
+
+__all__ = [
+    "BPE",
+    "WSD",
+    "AdamW",
+    "Callback",
+    "Characters",
+    "Constant",
+    "DataRecipe",
+    "InlineTexts",
+    "Interrupted",
+    "InverseSqrt",
+    "Linear",
+    "Loaded",
+    "NextToken",
+    "ProgressLine",
+    "Recipe",
+    "RunRecipe",
+    "RunState",
+    "TrainResult",
+    "Trainer",
+    "WarmupCosine",
+    "builtin_recipes",
+    "latest_checkpoint",
+    "load_recipe",
+    "read_metrics",
+    "recipe_from_toml",
+    "recipe_to_toml",
+    "train",
+    "write_report",
+]
+
+make_callable(__name__)

@@ -1,0 +1,35 @@
+"""A run that must fit a time: measure the speed, and set the number of steps so that the schedule reaches its end."""
+
+FIRST_PLAN = 2  # the very first step pays for warming up; the next plans come soon, and then more rarely
+PLANS = 25  # how often the plan is looked at again over a run
+
+
+class TimeBudget:
+    """Plans a run of at most ``seconds`` (evaluations and samples included) and at most ``most`` steps.
+
+    The plan is made again about ``PLANS`` times, from the mean of the speed since the last plan and that since the
+    beginning, so that a machine that slows down shortens the run instead of overrunning it. ``reserve`` seconds are
+    kept for what follows the last step.
+    """
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self.seconds, self.most = seconds, most
+        self.reserve = 0.0
+        self._start = self._mark = (0, 0.0)
+
+    def begin(self, step: int, elapsed: float) -> None:
+        """The speed is measured from here."""
+        self._start = self._mark = (step, elapsed)
+
+    def plan(self, step: int, elapsed: float) -> tuple[int, int]:
+        """Total steps of the run, and the step at which to plan again."""
+        speeds = [(elapsed - since) / max(1, step - first) for first, since in (self._start, self._mark)]
+        per_step = sum(speeds) / 2
+        left = max(0.0, self.seconds - self.reserve - elapsed)
+        total = min(self.most, step + int(left / max(per_step, 1e-9)))
+        self._mark = (step, elapsed)
+        return max(total, step), step + max(1, min(2 * step, total // PLANS))
+
+    def over(self, elapsed: float) -> bool:
+        """Whether the time is used up."""
+        return elapsed >= self.seconds - self.reserve

@@ -1,0 +1,20 @@
+"""What watches a run: the progress line, and whatever a caller adds."""
+
+from phylon.train.checkpoint import RunState
+from phylon.train.metrics import Record
+
+
+class Callback:
+    """Base of all watchers; every method may be left as it is. They see the run, and never change it."""
+
+    def started(self, run: RunState) -> None:
+        """The loop begins (or goes on) at ``run.step``."""
+
+    def record(self, record: Record, run: RunState) -> None:
+        """A line of the log, as it is written ("step", "eval", "samples", "skipped", "plan", "resumed")."""
+
+    def said(self, message: str) -> None:
+        """A sentence for the user: a checkpoint saved, a change named."""
+
+    def ended(self, run: RunState) -> None:
+        """The loop is over, however it ended."""

@@ -1,0 +1,59 @@
+"""The run's log: one JSON object a line, which can be cut back to a checkpoint."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from phylon.spec.errors import UserError
+
+Record = dict[str, Any]
+
+
+class MetricsFile:
+    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed".
+
+    A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
+    (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(f"cannot write '{path}': {error.strerror}") from None
+
+    def write(self, record: Record) -> None:
+        """Append one record; a number that is not finite becomes null."""
+        try:
+            self._file.write(msgspec.json.encode(record) + b"\n")
+        except OSError as error:
+            raise UserError(f"cannot write '{self.path}': {error.strerror}; the run can be resumed") from None
+
+    def sync(self) -> int:
+        """Make sure that everything is on disk; its length in bytes."""
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def cut(self, length: int) -> bool:
+        """Drop what was logged after ``length`` bytes; false where the file is shorter than that."""
+        if os.fstat(self._file.fileno()).st_size < length:
+            return False
+        self._file.truncate(length)
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> Iterator[Record]:
+    """Every whole record of a log (the last line of a killed run may be half a line)."""
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                yield msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue

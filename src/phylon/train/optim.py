@@ -1,0 +1,157 @@
+"""AdamW with decay groups by role, fp32 master weights, and a flat, named state."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phylon.spec.base import Mechanism, Slot
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+class Optimizer(Slot):
+    """Slot of an optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """The peak learning rate."""
+        raise NotImplementedError
+
+    @property
+    def clip(self) -> float | None:
+        """The largest global gradient norm; ``None`` for no clipping."""
+        raise NotImplementedError
+
+
+class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
+    """Adam with decoupled weight decay. Loshchilov and Hutter (arXiv:1711.05101), algorithm 2.
+
+    The decay goes to the weights of linear maps and to embedding tables (two dimensions or more), as in GPT-2's
+    open training codes; norm gains and biases (one dimension) are left alone. ``clip`` bounds the global gradient norm.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise UserError(f"lr must be above 0, got {self.lr}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise UserError(f"betas must be at least 0 and below 1, got {list(self.betas)}")
+        if not self.eps > 0 or self.weight_decay < 0:
+            raise UserError(f"eps must be above 0 and weight_decay at least 0, got {self.eps} and {self.weight_decay}")
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"clip must be above 0 (leave it out for no clipping), got {self.clip}")
+
+
+class GradientNorm(NamedTuple):
+    """The global norm, and the names of the tensors whose gradient is not finite (empty when all is well)."""
+
+    value: float
+    not_finite: tuple[str, ...]
+
+
+class AdamWOptimizer:
+    """Runs ``AdamW`` over the parameters that take gradients, each once.
+
+    A parameter below fp32 gets a master copy in fp32, which collects the gradients and takes the steps; the parameter
+    is the master rounded. Call ``collect`` after every backward pass, ``norm`` once, then ``step`` or ``drop``.
+    """
+
+    def __init__(self, spec: AdamW, parameters: NamedParameters) -> None:
+        self.spec = spec
+        self.params = {name: p for name, p in parameters if p.requires_grad}
+        if not self.params:
+            raise UserError("no parameter of the model takes a gradient; unfreeze some")
+        self.masters = {
+            name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
+        }
+        self.trained: dict[str, Tensor] = {**self.params, **self.masters}
+        decayed = [p for p in self.trained.values() if p.ndim >= 2]
+        plain = [p for p in self.trained.values() if p.ndim < 2]
+        groups = [
+            {"params": members, "weight_decay": decay}
+            for members, decay in ((decayed, spec.weight_decay), (plain, 0.0))
+            if members
+        ]
+        fused = all(p.device.type in ("cpu", "cuda", "mps") for p in self.params.values())
+        self._torch = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
+
+    def collect(self) -> None:
+        """Add the gradients of low-precision parameters to their masters', in fp32."""
+        for name, master in self.masters.items():
+            grad = self.params[name].grad
+            if grad is None:
+                continue
+            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+            self.params[name].grad = None
+
+    def norm(self, divisor: float) -> GradientNorm:
+        """The norm over all gradients divided by ``divisor`` (the number of targets they sum over)."""
+        named = [(name, p.grad) for name, p in self.trained.items() if p.grad is not None]
+        if not named:
+            return GradientNorm(0.0, ())
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
+        value = float(torch.linalg.vector_norm(norms)) / divisor
+        if torch.isfinite(torch.tensor(value)):
+            return GradientNorm(value, ())
+        bad = tuple(name for (name, _), fine in zip(named, torch.isfinite(norms).tolist(), strict=True) if not fine)
+        return GradientNorm(value, bad or tuple(name for name, _ in named))
+
+    def step(self, lr: float, scale: float) -> None:
+        """One update at rate ``lr`` with the collected gradients times ``scale``."""
+        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
+        for group in self._torch.param_groups:
+            group["lr"] = lr
+        self._torch.step()
+        self.drop()
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self.params[name].copy_(master)
+
+    def drop(self) -> None:
+        """Forget the collected gradients; moments and weights stay."""
+        self._torch.zero_grad(set_to_none=True)
+        for name in self.masters:
+            self.params[name].grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Moments, update counts and masters as ``<what>.<parameter>``."""
+        found = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for name, p in self.trained.items():
+            found |= {f"{what}.{name}": value for what, value in self._torch.state[p].items()}
+        return found
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The reverse of ``state_tensors``; an entry too many or of the wrong shape is refused."""
+        left = dict(tensors)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(_take(left, f"master.{name}", master))
+        for name, p in self.trained.items():
+            if f"step.{name}" not in left:
+                continue  # a parameter that never had a gradient
+            moments = {what: _take(left, f"{what}.{name}", p).to(p.device) for what in ("exp_avg", "exp_avg_sq")}
+            self._torch.state[p] = {"step": left.pop(f"step.{name}").to(p.device), **moments}
+        if left:
+            raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+
+
+def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
+    value = tensors.pop(name, None)
+    if value is None or value.shape != like.shape:
+        found = "is missing" if value is None else f"has the shape {tuple(value.shape)}, not {tuple(like.shape)}"
+        raise UserError(f"the optimizer state does not fit this model: '{name}' {found}")
+    return value.clone()
+
+
+register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=1.0)])

@@ -1,0 +1,215 @@
+"""The typed recipe of a run, its TOML files, and the recipes that come with the library.
+
+A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [data] [objective] [optim] [schedule] [run]``.
+``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the usual one.
+"""
+
+import typing
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from phylon.model import ModelSpec
+from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
+from phylon.spec.serial import SCHEMA, check_schema, parse_toml
+from phylon.train.objective import NextToken, Objective
+from phylon.train.optim import AdamW, Optimizer
+from phylon.train.schedule import Schedule, WarmupCosine
+from phylon.train.vocabulary import BPE, Vocabulary
+
+USUAL_KINDS = {"objective": "next_token", "optim": "adamw", "schedule": "warmup_cosine"}
+MODEL_FORMS = ("family", "preset", "spec")
+
+
+def _at_least(spec: Spec, least: int, *names: str) -> None:
+    for name in names:
+        value = getattr(spec, name)
+        if value is not None and value < least:
+            raise UserError(f"{name} must be at least {least}, got {value}")
+
+
+class InlineTexts(Spec, frozen=True, kw_only=True, tag_field="kind", tag="texts"):
+    """Documents written in the recipe itself, each ``repeat`` times in a row."""
+
+    texts: tuple[str, ...]
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if self.repeat < 1 or not any(self.texts):
+            raise UserError("texts must hold characters, and repeat must be at least 1")
+
+
+class DataRecipe(Spec, frozen=True, kw_only=True):
+    """``source``: "python" (the standard library), a path, or texts. ``held_out``: the share kept for evaluation.
+
+    ``max_bytes`` keeps the documents before the first that would pass it.
+    """
+
+    source: str | InlineTexts = "python"
+    seq_len: int = 256
+    tokenizer: Vocabulary = BPE()
+    held_out: float = 0.02
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "seq_len", "max_bytes")
+        if not 0 <= self.held_out < 1:
+            raise UserError(f"held_out is a share of the data, at least 0 and below 1; got {self.held_out}")
+
+
+class RunRecipe(Spec, frozen=True, kw_only=True):
+    """How long, how large, how often.
+
+    ``steps``: updates; with ``max_minutes`` the run measures its speed and takes as many of them as fit, so that the
+    schedule still reaches its end. ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``:
+    "bf16" is autocast over fp32 weights, "auto" is bf16 where the machine computes it in hardware. ``eval_every``,
+    ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds the held-out rows
+    of one evaluation; ``keep``: checkpoints kept. ``threads``: CPU threads (``None``: as PyTorch chooses).
+    """
+
+    steps: int = 1000
+    max_minutes: float | None = None
+    batch_size: int = 8
+    accumulate: int = 1
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    eval_every: int | None = None
+    eval_rows: int | None = None
+    sample_every: int | None = None
+    save_every: int | None = None
+    keep: int = 2
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps", "batch_size", "accumulate", "keep", "threads")
+        _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every")
+        _at_least(self, 0, "seed")
+        if self.accumulate > self.batch_size:
+            raise UserError(f"accumulate {self.accumulate} is more parts than the batch has rows ({self.batch_size})")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise UserError(f"max_minutes must be above 0, got {self.max_minutes}")
+
+
+class Recipe(Spec, frozen=True, kw_only=True):
+    """A run: ``model`` is one of ``{family = …, builder arguments}``, ``{preset = …, set = {…}}``, ``{spec = {…}}``."""
+
+    model: dict[str, Any]
+    data: DataRecipe = DataRecipe()
+    objective: Objective = NextToken()
+    optim: Optimizer = AdamW()
+    schedule: Schedule = WarmupCosine()
+    run: RunRecipe = RunRecipe()
+
+    def __post_init__(self) -> None:
+        forms = [form for form in MODEL_FORMS if form in self.model]
+        if len(forms) != 1:
+            raise UserError(f"[model] needs exactly one of {', '.join(MODEL_FORMS)}; got {', '.join(forms) or 'none'}")
+
+
+def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """A recipe file, or one that comes with the library, with dotted ``overrides`` (``{"optim.lr": 1e-3}``)."""
+    text, where = _read(name)
+    try:
+        recipe = recipe_from_toml(text)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return apply_overrides(recipe, overrides or {})
+
+
+def builtin_recipes() -> list[str]:
+    """Names of the recipes that come with the library."""
+    folder = resources.files("phylon.train") / "recipes"
+    return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
+
+
+def recipe_from_toml(text: str) -> Recipe:
+    """The recipe a TOML document describes."""
+    return recipe_from_data(parse_toml(text))
+
+
+def recipe_from_data(data: dict[str, Any]) -> Recipe:
+    """The recipe of plain data with ``schema``; the usual ``kind`` is filled in where a table names none."""
+    check_schema(data)
+    hints = typing.get_type_hints(Recipe)
+    parts: dict[str, Any] = {}
+    for name, table in data.items():
+        if name == "schema":
+            continue
+        if name not in Recipe.__struct_fields__:
+            raise UserError(f"unknown table [{name}]{did_you_mean(name, Recipe.__struct_fields__)}")
+        if isinstance(table, dict) and name in USUAL_KINDS:
+            table = {"kind": USUAL_KINDS[name]} | table
+        try:
+            parts[name] = from_data(hints[name], table)
+        except UserError as error:
+            raise UserError(f"[{name}] {error}") from None
+    if "model" not in parts:
+        raise UserError('the table [model] is missing; it says what to train, for example preset = "gpt2"')
+    return Recipe(**parts)
+
+
+def recipe_to_toml(recipe: Recipe) -> str:
+    """The reverse of ``recipe_from_toml``."""
+    return tomli_w.dumps({"schema": SCHEMA, **to_data(recipe)})
+
+
+def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """``recipe`` with every dotted path set. Below ``model`` a new key is a builder's argument, checked there."""
+    model = dict(recipe.model)
+    rest: dict[str, Any] = {}
+    for path, value in overrides.items():
+        head, _, inner = path.partition(".")
+        if head == "model" and inner:
+            _set_model(model, inner, value)
+        else:
+            rest[path] = value
+    return override(recipe.replace(model=model), rest)
+
+
+def _set_model(model: dict[str, Any], path: str, value: Any) -> None:
+    """Set an entry of the model table in place; naming one form drops the other."""
+    if path in MODEL_FORMS:
+        for key in list(model):
+            del model[key]
+    if "preset" in model and path.partition(".")[0] not in ("preset", "set"):
+        path = f"set.{path}"
+    if path.startswith("set."):
+        # The keys of a preset's overrides are dotted paths into its spec.
+        model["set"] = {**model.get("set", {}), path.removeprefix("set."): value}
+        return
+    node, parts = model, path.split(".")
+    for part in parts[:-1]:
+        below = node.get(part, {})
+        if not isinstance(below, dict):
+            raise UserError(f"'model.{path}': nothing below '{part}' can be set")
+        node[part] = node = dict(below)
+    if value is None:
+        node.pop(parts[-1], None)
+    else:
+        node[parts[-1]] = value
+
+
+def model_spec(recipe: Recipe, vocab_size: int) -> ModelSpec:
+    """The model's spec; a family gets the tokenizer's ``vocab_size`` unless the recipe states one."""
+    from phylon.families import build_spec
+
+    table = recipe.model if "family" not in recipe.model else {"vocab_size": vocab_size, **recipe.model}
+    return build_spec(table)
+
+
+def _read(name: str | Path) -> tuple[str, str]:
+    """The text of a recipe and what to call it in a message."""
+    known = builtin_recipes()
+    if str(name) in known:
+        return (resources.files("phylon.train") / "recipes" / f"{name}.toml").read_text("utf-8"), f"recipe '{name}'"
+    path = Path(name)
+    try:
+        return path.read_text("utf-8"), str(path)
+    except FileNotFoundError:
+        raise UserError(f"no recipe '{name}'{did_you_mean(str(name), known)}; give one or a TOML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"cannot read the recipe '{name}': {reason}") from None

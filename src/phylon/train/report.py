@@ -1,0 +1,153 @@
+"""The report of a run: one HTML page with its curves, its samples, its recipe and its machine; nothing to load."""
+
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from html import escape
+from importlib import resources
+from pathlib import Path
+from statistics import median
+
+from phylon.model import Model
+from phylon.spec.errors import UserError
+from phylon.train.chart import Line, line_chart, smooth
+from phylon.train.metrics import Record, read_metrics
+from phylon.train.recipe import Recipe, recipe_to_toml
+
+MOST_EARLIER_SAMPLES = 8
+
+
+def write_report(out: Path, recipe: Recipe, model: Model, environment: Mapping[str, str]) -> Path:
+    """Write ``out/report.html`` from the run's log."""
+    page = report_page(out.resolve().name, list(read_metrics(out / "metrics.jsonl")), recipe, model, environment)
+    write_text(out / "report.html", page)
+    return out / "report.html"
+
+
+def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, environment: Mapping[str, str]) -> str:
+    """The page of a run called ``name`` with the log ``records``."""
+    steps = [record for record in records if record["kind"] == "step"]
+    evals = [record for record in records if record["kind"] == "eval"]
+    samples = [record for record in records if record["kind"] == "samples"]
+    n_params = sum(p.numel() for p in model.parameters())
+    body = [
+        f"<header><h1>{escape(name)}</h1><p>{escape(_subtitle(recipe, n_params))}</p></header>",
+        f'<div class="tiles">{"".join(_tile(*tile) for tile in _figures(steps, evals, n_params))}</div>',
+        _section("Loss", f'<div class="card">{_loss_chart(steps, evals)}</div>' if steps else ""),
+        _section("Final samples", "".join(f'<div class="card"><pre>{escape(t)}</pre></div>' for t in _final(samples))),
+        _section("Samples while it learned", _earlier(samples)),
+        _section("Learning rate", f'<div class="card">{_rate_chart(steps)}</div>' if steps else ""),
+        _section("Held-out loss", _table((str(r["step"]), f"{r['loss']:.4f}") for r in evals), fold=True),
+        _section("What went wrong on the way", _events(records)),
+        _section("Recipe", f'<div class="card"><pre>{escape(recipe_to_toml(recipe))}</pre></div>'),
+        _section("Machine and versions", _table(environment.items())),
+    ]
+    style = (resources.files("phylon.train") / "report.css").read_text("utf-8")
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    footer = f"<footer>Written by phylon {escape(environment.get('phylon', ''))}.</footer>"
+    return (
+        f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(name)}: training report</title>'
+        f"<style>\n{style}</style></head>\n<body>\n" + "\n".join(filter(None, body)) + f"\n{footer}\n</body></html>\n"
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write beside, then rename."""
+    try:
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror}") from None
+
+
+def _subtitle(recipe: Recipe, n_params: int) -> str:
+    model = recipe.model.get("preset") or recipe.model.get("family") or "model"
+    source = recipe.data.source if isinstance(recipe.data.source, str) else "the recipe's own text"
+    return f"{model}, {n_params:,} parameters, trained on {source}"
+
+
+def _figures(steps: list[Record], evals: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
+    yield f"{n_params:,}", "parameters"
+    if steps:
+        last = steps[-1]
+        yield f"{last['step'] + 1:,}", "steps"
+        yield f"{last['tokens']:,}", "tokens seen"
+        yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", "tokens per second (median)"
+        yield _clock(last["seconds"]), "training time"
+        if last["loss"] is not None:
+            yield f"{last['loss']:.4g}", "loss of the last step"
+    if evals:
+        yield f"{evals[-1]['loss']:.4g}", "held-out loss"
+
+
+def _loss_chart(steps: list[Record], evals: list[Record]) -> str:
+    raw = [(r["step"] + 1, r["loss"]) for r in steps if r["loss"] is not None]
+    lines = [
+        Line(raw, "raw"),
+        Line(smooth(raw, len(raw) // 40), "train", "training"),
+        Line([(r["step"], r["loss"]) for r in evals], "held", "held out", dots=True),
+    ]
+    drawn = [line for line in lines if line.points]
+    return line_chart(drawn, height=320, x_label="step", title="Training and held-out loss by step")
+
+
+def _rate_chart(steps: list[Record]) -> str:
+    points = [(r["step"] + 1, r["lr"]) for r in steps]
+    return line_chart([Line(points, "rate")], height=150, x_label="step", title="Learning rate by step")
+
+
+def _final(samples: list[Record]) -> list[str]:
+    return samples[-1]["texts"] if samples else []
+
+
+def _earlier(samples: list[Record]) -> str:
+    """One text of each sampling before the last: from the first on, at most ``MOST_EARLIER_SAMPLES``."""
+    before = [record for record in samples[:-1] if record["texts"]]
+    stride = -(-len(before) // MOST_EARLIER_SAMPLES) or 1
+    rows = [
+        f'<tr><th class="number">step {r["step"]:,}</th><td><pre>{escape(r["texts"][0])}</pre></td></tr>'
+        for r in before[::stride]
+    ]
+    return f'<div class="card"><table>{"".join(rows)}</table></div>' if rows else ""
+
+
+def _events(records: list[Record]) -> str:
+    rows = [
+        (f"step {r['step']}", f"skipped: the gradient of {', '.join(r['tensors'])} was not finite")
+        for r in records
+        if r["kind"] == "skipped"
+    ]
+    rows += [(f"step {r['step']}", f"resumed: {'; '.join(r['changes'])}") for r in records if r["kind"] == "resumed"]
+    return _table(rows)
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(
+        f'<tr><th class="number">{escape(left)}</th><td class="number">{escape(right)}</td></tr>'
+        for left, right in rows
+    )
+    return f'<div class="card"><table>{cells}</table></div>' if cells else ""
+
+
+def _section(title: str, content: str, fold: bool = False) -> str:
+    if not content:
+        return ""
+    if fold:
+        return f"<details><summary>{escape(title)}, in numbers</summary>{content}</details>"
+    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+
+
+def _tile(value: str, label: str) -> str:
+    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{minutes:.0f} min {rest:.0f} s" if minutes else f"{rest:.1f} s"

@@ -1,0 +1,304 @@
+"""The training loop: token-exact accumulation, clipping, skipped bad gradients, evaluation, complete checkpoints."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from phylon.model import Model
+from phylon.spec import to_data
+from phylon.spec.errors import UserError
+from phylon.spec.registry import build
+from phylon.train.budget import FIRST_PLAN, TimeBudget
+from phylon.train.callbacks import Callback
+from phylon.train.checkpoint import (
+    Checkpoint,
+    Manifest,
+    RunState,
+    load_checkpoint,
+    load_model_tensors,
+    model_tensors,
+    save_checkpoint,
+)
+from phylon.train.machine import environment, resolve_precision
+from phylon.train.metrics import MetricsFile, Record
+from phylon.train.objective import Batch
+from phylon.train.recipe import Recipe
+from phylon.train.resume import check_continuation
+from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
+from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
+
+MAX_SKIPPED_IN_ROW = 10
+
+
+class Batches(Protocol):
+    """What the loop needs of a loader: batch ``step`` as a pure function, and what the order depends on."""
+
+    step: int
+
+    def batch(self, step: int) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Trainer:
+    """Trains ``model`` on ``loader`` as ``recipe`` says, into ``out_dir``.
+
+    ``held_out()`` walks the held-out batches, ``sample(model)`` gives texts; either may be ``None``. Everything that is
+    random is seeded here with ``recipe.run.seed``. Call ``resume`` (or not), then ``run``.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loader: Batches,
+        recipe: Recipe,
+        out_dir: str | Path,
+        callbacks: Sequence[Callback] = (),
+        *,
+        held_out: Callable[[], Iterable[Batch]] | None = None,
+        sample: Callable[[Model], list[str]] | None = None,
+    ) -> None:
+        run = recipe.run
+        if run.threads is not None:
+            torch.set_num_threads(run.threads)
+        self.model, self.loader, self.recipe, self.callbacks = model, loader, recipe, callbacks
+        self.held_out, self.sample = held_out, sample
+        self.device = model.device
+        self.precision = resolve_precision(run.precision, self.device)
+        self.environment = environment(self.device, self.precision)
+        self.out = Path(out_dir)
+        self.checkpoints = self.out / "checkpoints"
+        self.optimizer = build(recipe.optim, model.named_parameters())  # type: ignore[arg-type]
+        self.state = RunState(total=run.steps, replan=None if run.max_minutes is None else FIRST_PLAN)
+        self.budget = None if run.max_minutes is None else TimeBudget(run.max_minutes * 60, run.steps)
+        self.loss: float | None = None
+        self.held_out_loss: float | None = None
+        self.samples: list[str] = []
+        self._last: dict[str, int] = {}
+        self._base, self._start = 0.0, time.perf_counter()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to '{self.out}': {error.strerror}") from None
+        self.metrics = MetricsFile(self.out / "metrics.jsonl")
+        seed_all(run.seed)
+
+    def resume(self, checkpoint: Path, *, allow_changes: bool = False) -> None:
+        """Put a checkpoint back, so that the run goes on bit for bit; what is not the same any more is named."""
+        found = load_checkpoint(checkpoint)
+        manifest = found.manifest
+        changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
+        self.loader.load_state_dict(manifest.data)
+        load_model_tensors(self.model, found.model)
+        self.optimizer.load_state_tensors(found.optimizer)
+        self.state = manifest.run
+        if self.budget is None:
+            self.state.total = self.recipe.run.steps
+        if not self.metrics.cut(manifest.metrics_bytes):
+            changed.append(f"{self.metrics.path.name} is shorter than it was, so a part of the log is missing")
+        self._last["save"] = self.state.step
+        self._say(f"resumed at step {self.state.step} from {checkpoint}")
+        if changed:
+            self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
+            self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
+        set_random_state(found.random_state)
+
+    def run(self) -> RunState:
+        """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
+        state = self.state
+        self._base, self._start = state.seconds, time.perf_counter()
+        if state.step == 0:
+            self.metrics.cut(0)  # what a run killed before its first checkpoint has left
+        if self.budget is not None:
+            self.budget.begin(state.step, state.seconds)
+        for callback in self.callbacks:
+            callback.started(state)
+        try:
+            with stop_on_signals() as stop:
+                self.model.train()
+                while state.step < state.total and not self._out_of_time():
+                    self._step()
+                    self._periodic(stop)
+                self._finish()
+        finally:
+            for callback in self.callbacks:
+                callback.ended(state)
+            self.metrics.close()
+        return state
+
+    def _step(self) -> None:
+        """One update: gradients of the whole batch, divided by the number of all its targets."""
+        started, state, optim = time.perf_counter(), self.state, self.recipe.optim
+        batch = self.loader.batch(state.step)
+        # Detached sums stay tensors until the end: asking for a number waits for the device.
+        sums, counts = [], []
+        for part in _parts(batch, self.recipe.run.accumulate):
+            with self._autocast():
+                loss = self.recipe.objective.loss(self.model, self._on_device(part))
+            loss.sum.backward()
+            self.optimizer.collect()
+            sums.append(loss.sum.detach())
+            counts.append(loss.count)
+        count = max(1, int(sum(counts)))
+        self.loss = float(sum(sums)) / count
+        norm = self.optimizer.norm(count)
+        total = self.recipe.schedule.total or state.total
+        lr = optim.lr * self.recipe.schedule.ratio(state.step, total)
+        if norm.not_finite:
+            self._skip(norm.not_finite)
+        else:
+            clipped = 1.0 if optim.clip is None or norm.value <= optim.clip else optim.clip / norm.value
+            self.optimizer.step(lr, clipped / count)
+            state.skipped_in_row = 0
+        tokens = int((batch["segments"] != 0).sum())
+        state.tokens += tokens
+        state.seconds = self._elapsed()
+        record = {"kind": "step", "step": state.step, "loss": self.loss, "lr": lr, "grad_norm": norm.value}
+        record |= {"tokens": state.tokens, "tokens_per_s": tokens / (time.perf_counter() - started)}
+        state.step += 1
+        self._log(record | {"seconds": state.seconds})
+
+    def _skip(self, names: tuple[str, ...]) -> None:
+        """Leave out an update whose gradient is not finite; weights and moments stay as they are."""
+        state = self.state
+        self.optimizer.drop()
+        state.skipped += 1
+        state.skipped_in_row += 1
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self._log({"kind": "skipped", "step": state.step, "tensors": list(names)})
+        self._say(f"step {state.step} skipped: the gradient of {shown} is not finite")
+        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
+            raise UserError(
+                f"{MAX_SKIPPED_IN_ROW} steps in a row had a gradient that is not finite (last: {shown}); "
+                f"lower optim.lr, or look at the data of step {state.step}"
+            )
+
+    def _periodic(self, stop: StopRequest) -> None:
+        run = self.recipe.run
+        if self._due(run.eval_every):
+            self._evaluate()
+        if self._due(run.sample_every):
+            self._sample()
+        if self.budget is not None and self.state.step == self.state.replan:
+            self.state.total, self.state.replan = self.budget.plan(self.state.step, self._elapsed())
+            self._log({"kind": "plan", "step": self.state.step, "total": self.state.total})
+        if self._due(run.save_every) or stop.number is not None:
+            self._save()
+        if stop.number is not None and self.state.step < self.state.total:
+            message = f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}"
+            raise Interrupted(f"{message} and can be resumed", stop.number)
+
+    def _finish(self) -> None:
+        if self._last.get("eval") != self.state.step:
+            self._evaluate()
+        if self._last.get("samples") != self.state.step:
+            self._sample()
+        if self._last.get("save") != self.state.step:
+            self._save()
+
+    def _evaluate(self) -> None:
+        """The mean loss over the held-out tokens."""
+        if self.held_out is None:
+            return
+        started, total, count = time.perf_counter(), 0.0, 0
+        with random_state_kept(), torch.no_grad(), _evaluating(self.model):
+            for batch in self.held_out():
+                with self._autocast():
+                    loss = self.recipe.objective.loss(self.model, self._on_device(batch))
+                total, count = total + float(loss.sum), count + int(loss.count)
+        self.held_out_loss = total / max(1, count)
+        self._last["eval"] = self.state.step
+        self._reserve(started)
+        self._log({"kind": "eval", "step": self.state.step, "loss": self.held_out_loss, "tokens": self.state.tokens})
+
+    def _sample(self) -> None:
+        if self.sample is None:
+            return
+        started = time.perf_counter()
+        with random_state_kept(), torch.no_grad(), _evaluating(self.model):
+            self.samples = self.sample(self.model)
+        self._last["samples"] = self.state.step
+        self._reserve(started)
+        self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
+
+    def _save(self) -> None:
+        state = self.state
+        state.seconds = self._elapsed()
+        self.loader.step = state.step
+        random = random_state()
+        manifest = Manifest(
+            run=state,
+            recipe=to_data(self.recipe),
+            environment=self.environment,
+            data=self.loader.state_dict(),
+            metrics_bytes=self.metrics.sync(),
+            python_random=random.python,
+            numpy_random=random.numpy,
+        )
+        checkpoint = Checkpoint(
+            manifest=manifest,
+            model=model_tensors(self.model),
+            optimizer=self.optimizer.state_tensors(),
+            random=random.torch,
+        )
+        path = save_checkpoint(self.checkpoints, checkpoint, self.recipe.run.keep)
+        self._last["save"] = state.step
+        self._say(f"saved {path}")
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.state.step % every == 0
+
+    def _elapsed(self) -> float:
+        return self._base + time.perf_counter() - self._start
+
+    def _out_of_time(self) -> bool:
+        return self.budget is not None and self.budget.over(self._elapsed())
+
+    def _reserve(self, started: float) -> None:
+        """Time the end of the run needs once more for what has just been done."""
+        if self.budget is not None:
+            self.budget.reserve = max(self.budget.reserve, 2 * (time.perf_counter() - started))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+    def _on_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _log(self, record: Record) -> None:
+        self.metrics.write(record)
+        for callback in self.callbacks:
+            callback.record(record, self.state)
+
+    def _say(self, message: str) -> None:
+        for callback in self.callbacks:
+            callback.said(message)
+
+
+class _evaluating:
+    """Evaluation mode inside the block, and the mode of before after it."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.before = self.model.training
+        self.model.eval()
+
+    def __exit__(self, *_: object) -> None:
+        self.model.train(self.before)
+
+
+def _parts(batch: Batch, count: int) -> list[Batch]:
+    """``count`` consecutive parts of a batch, as equal as its rows allow."""
+    if count == 1:
+        return [batch]
+    split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
+    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]

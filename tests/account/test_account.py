@@ -1,0 +1,154 @@
+"""Every figure of an account against what is measured on a real, tiny model."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from phylon.account import account
+from phylon.families import families, preset
+from phylon.families.llama import llama_spec
+from phylon.model import Model, ModelSpec, build
+from phylon.ops.attention import dispatch
+from phylon.patterns import Window
+from phylon.spec.errors import UserError
+from phylon.spec.override import override
+
+CASES = [pytest.param(case, id=f"{f.name}-{i}") for f in families() for i, case in enumerate(f.cases())]
+STREAMING = [case for case in CASES if case.values[0].encoder is None]
+
+
+def filled_bytes(spec: ModelSpec, n_tokens: int, batch: int = 1) -> int:
+    """Bytes of a real state after ``n_tokens`` tokens, made for exactly that many."""
+    model = build(spec, device="cpu").eval()
+    state = model.new_state(batch, max_len=n_tokens)
+    with torch.inference_mode():
+        model(torch.zeros(batch, n_tokens, dtype=torch.int64), state=state)
+    kept = [t for p in state.parts.values() for t in getattr(p, "tensors", None) or (p.k, p.v)]
+    return sum(t.untyped_storage().nbytes() for t in kept)
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_flops_are_those_that_the_flop_counter_sees(spec: ModelSpec) -> None:
+    model = build(spec, device="cpu").eval()
+    batch, length = 2, 12
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    inputs = {"source": tokens} if spec.encoder is not None and spec.decoder is not None else {}
+    with dispatch.force("reference"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        model(tokens, **inputs)
+    figures = account(spec, seq_len=length)
+    assert figures.flops_forward_per_token * batch * length == counter.get_total_flops() > 0
+    assert figures.flops_training_per_token == 3 * figures.flops_forward_per_token
+
+
+@pytest.mark.parametrize("spec", CASES)
+def test_parameters_are_those_of_the_built_model(spec: ModelSpec) -> None:
+    model = build(spec, device="cpu")
+    figures = account(spec, dtype="float32")
+    assert figures.params_total == sum(p.numel() for p in model.parameters()) == sum(figures.params_by_part.values())
+    assert figures.params_active == figures.params_total
+    stack = model.decoder or model.encoder
+    assert stack is not None
+    assert spec.encoder is None or spec.decoder is None or figures.params_embedding > 0
+    if len(spec.stacks) == 1:
+        assert figures.params_embedding == sum(p.numel() for p in stack.embed.parameters())
+    assert figures.weights_bytes == sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()})
+
+
+def test_training_bytes_are_those_of_adamw() -> None:
+    model = build(preset("tinygpt"), device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.int64)).logits.sum().backward()
+    optimizer.step()
+    moments = [t for s in optimizer.state.values() for t in s.values() if t.ndim]
+    kept = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None), *moments]
+    assert account("tinygpt").training_bytes_fp32_adamw == sum(t.numel() * t.element_size() for t in kept)
+
+
+@pytest.mark.parametrize("spec", STREAMING)
+@pytest.mark.parametrize("n_tokens", [3, 32])
+def test_state_bytes_are_those_measured(spec: ModelSpec, n_tokens: int) -> None:
+    figures = account(spec, batch=2, seq_len=n_tokens, dtype="float32")
+    assert figures.state_bytes_total == filled_bytes(spec, n_tokens, batch=2) > 0
+    assert figures.state_bytes_per_token is not None
+    assert figures.state_bytes_fixed is not None
+    # Windows are longer than a short text: then less is kept than the long-run figures say.
+    assert figures.state_bytes_total <= 2 * (figures.state_bytes_fixed + n_tokens * figures.state_bytes_per_token)
+
+
+def test_a_hybrid_of_full_and_window_blocks_grows_by_its_full_blocks_alone() -> None:
+    spec = llama_spec(d_model=24, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=10, vocab_size=37)
+    spec = override(spec, {f"decoder.blocks.{i}.attn.pattern": Window(size=4 + i) for i in (0, 2, 4)})
+    figures = account(spec, seq_len=30, dtype="float32")
+    token = 2 * 2 * 10 * 4
+    assert figures.state_bytes_per_token == 2 * token
+    assert figures.state_bytes_fixed == (4 + 6 + 8) * token
+    assert figures.state_bytes_total == filled_bytes(spec, 30) == figures.state_bytes_fixed + 30 * 2 * token
+    assert filled_bytes(spec, 31) - filled_bytes(spec, 30) == 2 * token
+
+
+def test_a_7b_sized_state() -> None:
+    spec = llama_spec(d_model=4096, n_layers=32, n_heads=32, head_dim=128, d_ff=11_008, max_seq_len=4096)
+    figures = account(spec, seq_len=4096, dtype="float16")
+    assert figures.state_bytes_per_token == 524_288
+    assert figures.state_bytes_total == 2 * 2**30
+    assert account(spec, seq_len=4096, dtype="float32").state_bytes_total == 4 * 2**30
+    assert account(spec, batch=3, seq_len=100).state_bytes_total == 3 * 100 * 524_288
+
+
+def test_a_model_that_keeps_no_state_says_why() -> None:
+    from phylon.patterns import Full
+
+    spec = override(llama_spec(), {"decoder.blocks.*.attn.pattern": Full()})
+    figures = account(spec)
+    assert figures.state_bytes_total is None
+    assert "Full" in str(figures.state_refused)
+
+
+def test_published_sizes_exactly_in_little_time_and_memory() -> None:
+    golden = {name: count for f in families() for name, count in f.golden.items()}
+    assert {"gpt2", "llama-7b", "llama2-70b", "mistral-7b"} <= golden.keys()
+    program = (
+        "import json, resource, sys, time; from phylon.account import account\n"
+        "for name in sys.argv[1:]:\n"
+        "    t = time.process_time(); n = account(name).params_total; t = time.process_time() - t\n"
+        "    print(name, n, t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    lines = subprocess.run([sys.executable, "-c", program, *golden], capture_output=True, text=True, check=True).stdout
+    for line in lines.splitlines():
+        name, count, seconds, kilobytes = line.split()
+        assert int(count) == golden[name], name
+        assert float(seconds) < 10, name
+        assert int(kilobytes) * 1024 < 500e6, name
+    assert len(lines.splitlines()) == len(golden)
+
+
+def test_experts_that_a_token_skips_are_not_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    from phylon.layers.ffn.mlp import GLUModule
+
+    monkeypatch.setattr(GLUModule, "inactive_parameters", lambda self: self.up_proj.weight.numel(), raising=False)
+    figures = account(llama_spec(d_model=24, n_layers=3, d_ff=40))
+    assert figures.params_total - figures.params_active == 3 * 24 * 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"spec_or_preset": "lama-7b"}, "did you mean 'llama-7b'"),
+        ({"spec_or_preset": "gpt2", "seq_len": 2000}, "1024"),
+        ({"spec_or_preset": "gpt2", "seq_len": 0}, "at least 1"),
+        ({"spec_or_preset": "gpt2", "batch": 0}, "at least 1"),
+        ({"spec_or_preset": "gpt2", "dtype": "fp8"}, "unknown dtype"),
+    ],
+)
+def test_mistakes_are_named(arguments: dict, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        account(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_it_needs_no_memory_for_the_model() -> None:
+    assert isinstance(build(preset("llama3.1-405b"), device="meta"), Model)
+    assert account("llama3.1-405b").params_total == 405_853_388_800

@@ -1,0 +1,142 @@
+"""Checkpoints on disk: whole or not at all, found again, and honest about what changed."""
+
+import errno
+import json
+import shutil
+
+import pytest
+import torch
+from train_toys import ToyLoader, toy_model, toy_recipe
+
+import phylon.train.checkpoint as module
+from phylon.spec import UserError
+from phylon.train import AdamW, Callback, Trainer, latest_checkpoint, read_metrics
+from phylon.train.checkpoint import checkpoints, load_checkpoint, model_tensors
+
+
+class Messages(Callback):
+    def __init__(self):
+        self.all = []
+
+    def said(self, message):
+        self.all.append(message)
+
+
+def trainer_in(folder, *, messages=None, loader=None, **run):
+    callbacks = [] if messages is None else [messages]
+    return Trainer(toy_model(), loader or ToyLoader(), toy_recipe(**{"steps": 4, **run}), folder, callbacks)
+
+
+def test_no_file_holds_a_pickle_and_ties_are_stored_once(tmp_path):
+    trainer_in(tmp_path).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json"}
+    json.loads((folder / "state.json").read_text())
+    stored = load_checkpoint(folder).model
+    assert "decoder.embed.tokens.weight" in stored
+    assert "heads.lm.proj.weight" not in stored
+    assert stored.keys() == model_tensors(toy_model()).keys()
+
+
+def test_a_killed_write_leaves_the_last_checkpoint_and_is_swept_up(tmp_path):
+    trainer_in(tmp_path).run()
+    folder = tmp_path / "checkpoints"
+    (folder / ".writing-abc").mkdir()
+    (folder / "step-00000009").mkdir()  # never had its state.json
+    (folder / "latest").write_text("step-00000009\n")
+    assert latest_checkpoint(folder).name == "step-00000004"
+    trainer = trainer_in(tmp_path, steps=4)
+    trainer.resume(latest_checkpoint(folder))
+    trainer._save()
+    assert not list(folder.glob(".*"))
+    assert [path.name for path in checkpoints(folder)] == ["step-00000004"]
+
+
+def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(tmp_path, monkeypatch):
+    trainer = trainer_in(tmp_path, save_every=2)
+    real, calls = module._write_synced, []
+
+    def full(path, content):
+        if path.name == "state.json":
+            calls.append(path)
+            if len(calls) == 2:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(module, "_write_synced", full)
+    with pytest.raises(UserError, match=r"No space left on device; the last good one is .*step-00000002") as caught:
+        trainer.run()
+    assert "\n" not in str(caught.value)
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in checkpoints(folder)] == ["step-00000002"]
+    assert not list(folder.glob(".writing-*"))
+    load_checkpoint(latest_checkpoint(folder))
+
+
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors", "random.safetensors"])
+def test_a_damaged_file_is_named(tmp_path, file):
+    trainer_in(tmp_path).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    content = (folder / file).read_bytes()
+    (folder / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=file):
+        trainer_in(tmp_path).resume(folder)
+
+
+def test_a_changed_recipe_is_refused_with_its_differences_unless_allowed(tmp_path):
+    trainer_in(tmp_path).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    changed = toy_recipe(steps=6, optim=AdamW(lr=0.5, clip=1.0), keep=7)
+    trainer = Trainer(toy_model(), ToyLoader(), changed, tmp_path)
+    with pytest.raises(UserError) as caught:
+        trainer.resume(folder)
+    assert "optim.lr was 0.01 and is now 0.5" in str(caught.value)
+    assert "run.steps was 4 and is now 6" in str(caught.value)
+    assert "keep" not in str(caught.value)
+    trainer.resume(folder, allow_changes=True)
+    assert trainer.run().step == 6
+
+
+def test_a_changed_machine_is_named_and_goes_on(tmp_path):
+    trainer_in(tmp_path, save_every=2).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    state = json.loads((folder / "state.json").read_text())
+    state["environment"]["torch"] = "1.0"
+    (folder / "state.json").write_text(json.dumps(state))
+    messages = Messages()
+    trainer = trainer_in(tmp_path, messages=messages)
+    trainer.resume(folder)
+    assert any("torch was 1.0 and is now" in message for message in messages.all)
+    records = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [r["kind"] for r in records].count("resumed") == 1
+
+
+def test_other_data_is_refused(tmp_path):
+    trainer_in(tmp_path).run()
+    with pytest.raises(UserError, match="data position"):
+        trainer_in(tmp_path, loader=ToyLoader(seed=8)).resume(latest_checkpoint(tmp_path / "checkpoints"))
+
+
+def test_another_models_checkpoint_is_refused(tmp_path):
+    trainer_in(tmp_path).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    trainer = trainer_in(tmp_path)
+    trainer.model.decoder.blocks[0].register_buffer("extra", torch.zeros(1))
+    with pytest.raises(UserError, match=r"another model.*blocks.0.extra"):
+        trainer.resume(folder)
+
+
+def test_a_shortened_log_is_said(tmp_path):
+    trainer_in(tmp_path).run()
+    (tmp_path / "metrics.jsonl").write_text("")
+    messages = Messages()
+    trainer_in(tmp_path, messages=messages).resume(latest_checkpoint(tmp_path / "checkpoints"))
+    assert any("shorter" in message for message in messages.all)
+
+
+def test_no_checkpoint_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path / "nothing") is None
+    trainer_in(tmp_path).run()
+    shutil.rmtree(latest_checkpoint(tmp_path / "checkpoints"))
+    assert latest_checkpoint(tmp_path / "checkpoints") is None

@@ -1,0 +1,145 @@
+"""Recipes: the files that come with the library, TOML both ways, overrides, and one-line errors."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phylon.spec import UserError
+from phylon.train import (
+    BPE,
+    WSD,
+    AdamW,
+    Characters,
+    DataRecipe,
+    InlineTexts,
+    InverseSqrt,
+    Linear,
+    Loaded,
+    Recipe,
+    RunRecipe,
+    builtin_recipes,
+    load_recipe,
+    recipe_from_toml,
+    recipe_to_toml,
+)
+from phylon.train.recipe import model_spec
+from phylon.train.resume import recipe_changes
+
+
+def test_builtin_recipes_are_complete_and_go_to_toml_and_back():
+    assert {"demo", "tinygpt"} <= set(builtin_recipes())
+    for name in builtin_recipes():
+        recipe = load_recipe(name)
+        assert recipe_from_toml(recipe_to_toml(recipe)) == recipe
+
+
+def test_tinygpt_is_the_guides_toy():
+    recipe = load_recipe("tinygpt")
+    (sentence,) = recipe.data.source.texts
+    assert (len(sentence), len(set(sentence)), recipe.data.source.repeat) == (19, 17, 8)
+    assert recipe.data.seq_len == 152
+    assert recipe.optim.lr == 3e-3
+
+
+recipes = st.builds(
+    Recipe,
+    model=st.sampled_from([{"preset": "gpt2"}, {"family": "llama", "d_model": 64}]),
+    data=st.builds(
+        DataRecipe,
+        source=st.sampled_from(["python", "a.txt", InlineTexts(texts=("ab", "c"), repeat=3)]),
+        tokenizer=st.sampled_from([BPE(vocab_size=300), Characters(), Loaded(path="x")]),
+        held_out=st.floats(0, 0.5),
+        max_bytes=st.none() | st.integers(1, 9),
+    ),
+    optim=st.builds(AdamW, lr=st.floats(1e-6, 1), clip=st.none() | st.floats(0.1, 10)),
+    schedule=st.sampled_from([WSD(), Linear(warmup=3), InverseSqrt(), Linear(total=7)]),
+    run=st.builds(
+        RunRecipe,
+        max_minutes=st.none() | st.floats(0.1, 9),
+        precision=st.sampled_from(["fp32", "bf16", "auto"]),
+        save_every=st.none() | st.integers(1, 9),
+        threads=st.none() | st.integers(1, 4),
+    ),
+)
+
+
+@given(recipe=recipes)
+def test_every_recipe_goes_to_toml_and_back(recipe):
+    assert recipe_from_toml(recipe_to_toml(recipe)) == recipe
+
+
+def test_overrides_reach_every_table():
+    changes = {
+        "model.d_model": 128,
+        "optim.lr": 5e-4,
+        "schedule": {"kind": "wsd", "warmup": 7},
+        "data.source": "python",
+        "data.tokenizer.vocab_size": 999,
+        "run.max_minutes": None,
+    }
+    recipe = load_recipe("demo", changes)
+    assert recipe.model["d_model"] == 128
+    assert recipe.optim.lr == 5e-4
+    assert recipe.schedule == WSD(warmup=7)
+    assert recipe.data.tokenizer == BPE(vocab_size=999)
+    assert recipe.run.max_minutes is None
+
+
+def test_model_overrides_choose_another_form_or_change_a_preset():
+    assert load_recipe("demo", {"model.preset": "gpt2"}).model == {"preset": "gpt2"}
+    changed = load_recipe("tinygpt", {"model.decoder.blocks.*.attn.dropout": 0.5}).model
+    assert changed == {"preset": "tinygpt", "set": {"decoder.blocks.*.attn.dropout": 0.5}}
+    assert load_recipe("tinygpt").model == {"preset": "tinygpt"}
+
+
+def test_a_family_takes_the_tokenizers_vocabulary():
+    spec = model_spec(load_recipe("demo"), 777)
+    assert spec.decoder.embed.vocab_size == spec.heads["lm"].vocab_size == 777
+    assert model_spec(load_recipe("demo", {"model.vocab_size": 800}), 777).decoder.embed.vocab_size == 800
+
+
+def test_differences_that_matter_are_listed():
+    old, new = load_recipe("demo"), load_recipe("demo", {"optim.lr": 1.0, "run.keep": 9, "run.eval_every": 7})
+    from phylon.spec import to_data
+
+    assert recipe_changes(to_data(old), to_data(new)) == [f"optim.lr was {old.optim.lr} and is now 1.0"]
+    assert recipe_changes(to_data(old), to_data(old)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("schema = 1\n[modle]\n", "did you mean 'model'"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[run]\nstep = 3\n", "did you mean 'steps'"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[optim]\nlearning_rate = 3\n", "unknown field 'learning_rate'"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[optim]\nkind='adamv'\n", "did you mean 'adamw'"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[run]\nsteps = 0\n", "steps must be at least 1"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[run]\nprecision = 'fp8'\n", "precision"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[run]\naccumulate = 9\n", "accumulate"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[data]\nheld_out = 1.0\n", "held_out"),
+        ("schema = 1\n[model]\npreset='gpt2'\n[data]\ntokenizer={kind='bpe', vocab_size=9}\n", "257"),
+        ("schema = 1\n[model]\npreset='gpt2'\nfamily='llama'\n", "exactly one of family, preset, spec"),
+        ("schema = 2\n[model]\npreset='gpt2'\n", "schema"),
+        ("[model]\npreset='gpt2'\n", "schema"),
+        ("schema = 1\n[run]\nsteps = 3\n", "[model] is missing"),
+        ("schema = 1\nmodel = 3\n", "[model]"),
+        ("schema = ", "TOML"),
+    ],
+)
+def test_bad_recipes_are_one_line_that_names_the_place(tmp_path, text, words):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_recipes_and_keys_get_the_nearest_name(tmp_path):
+    with pytest.raises(UserError, match="did you mean 'tinygpt'"):
+        load_recipe("tinygtp")
+    with pytest.raises(UserError, match="did you mean 'lr'"):
+        load_recipe("demo", {"optim.lrr": 1})
+    with pytest.raises(UserError, match="cannot read"):
+        load_recipe(tmp_path)

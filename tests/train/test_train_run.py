@@ -1,0 +1,194 @@
+"""``phylon.train`` from recipe to folder: the toy's fall, small own runs, resuming, and bad input."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from train_toys import toy_spec
+
+from phylon import hub
+from phylon.data import Texts
+from phylon.spec import UserError
+from phylon.text import char_tokenizer
+from phylon.train import (
+    Callback,
+    Interrupted,
+    latest_checkpoint,
+    load_recipe,
+    read_metrics,
+    recipe_from_toml,
+    train,
+)
+
+SMALL = """
+schema = 1
+[model]
+family = "llama"
+d_model = 16
+n_layers = 1
+n_heads = 2
+d_ff = 24
+max_seq_len = 16
+[data]
+source = { kind = "texts", texts = ["the cat sat on the mat. ", "a dog ran in the fog. "], repeat = 20 }
+tokenizer = { kind = "char" }
+seq_len = 16
+held_out = 0.2
+[optim]
+lr = 1e-2
+clip = 1.0
+[run]
+steps = 12
+batch_size = 2
+eval_every = 4
+"""
+
+
+def losses(out):
+    return {r["step"]: r["loss"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "step"}
+
+
+def check_fall(found, steps):
+    """2.930, 0.009, 0.004, 0.003, 0.002, 0.001 at steps 0, 60, …, 300 of the guide."""
+    assert 2.8 < found[0] < 3.0
+    for step, most in zip(steps, (0.012, 0.006, 0.004, 0.003, 0.0015), strict=False):
+        assert found[step] <= most, step
+
+
+def test_tinygpt_falls_as_the_guide_prints(tmp_path):
+    result = train("tinygpt", out=tmp_path / "run", overrides={"run.steps": 61}, device="cpu")
+    assert sum(p.numel() for p in result.model.parameters()) == 349_344
+    check_fall(losses(result.out), [60])
+
+
+@pytest.mark.slow
+def test_tinygpt_whole_run(tmp_path):
+    check_fall(losses(train("tinygpt", out=tmp_path, device="cpu").out), [60, 120, 180, 240, 300])
+
+
+def test_a_run_writes_everything_and_its_model_loads(tmp_path):
+    seen = []
+    recipe = recipe_from_toml(SMALL)
+    result = train(recipe, out=tmp_path / "run", sample=lambda model: seen.append(model) or ["hello"], device="cpu")
+    assert {p.name for p in result.out.iterdir() if not p.name.startswith(".")} == {
+        "recipe.toml",
+        "metrics.jsonl",
+        "checkpoints",
+        "model",
+        "report.html",
+        "tokenizer",
+        "data",
+    }
+    assert load_recipe(result.out / "recipe.toml") == recipe
+    assert result.samples == ["hello"]
+    assert seen == [result.model]
+    assert result.held_out_loss is not None
+    assert not result.model.training
+    loaded = hub.load(result.out / "model", device="cpu")
+    tokens = torch.tensor([loaded.tokenizer.encode("the cat")])
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+
+
+def test_a_run_goes_on_from_its_folder_as_if_never_stopped(tmp_path):
+    class Stop(Callback):
+        def record(self, record, run):
+            if record["kind"] == "step" and record["step"] == 4:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    recipe = recipe_from_toml(SMALL)
+    whole = train(recipe, out=tmp_path / "whole", device="cpu")
+    with pytest.raises(Interrupted):
+        train(recipe, out=tmp_path / "parts", callbacks=[Stop()], device="cpu")
+    parts = train(recipe, out=tmp_path / "parts", resume=True, device="cpu")
+    assert losses(whole.out) == losses(parts.out)
+    assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True))
+    again = train(recipe, out=tmp_path / "parts", resume=True, device="cpu")
+    assert again.steps == 12
+    assert losses(again.out) == losses(whole.out)
+
+
+def test_what_a_run_without_a_checkpoint_left_is_not_taken_for_its_own(tmp_path):
+    train(recipe_from_toml(SMALL), out=tmp_path / "whole", device="cpu")
+    out = tmp_path / "killed"
+    (out / "checkpoints" / ".writing-x").mkdir(parents=True)
+    (out / "recipe.toml").write_text("")
+    (out / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "loss": 9.0}\n')
+    char_tokenizer("other letters").save(out / "tokenizer")
+    train(recipe_from_toml(SMALL), out=out, resume=True, device="cpu")
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def test_a_spec_and_data_are_enough(tmp_path):
+    recipe = {"data.tokenizer": {"kind": "char"}, "data.seq_len": 12, "run.steps": 2, "data.held_out": 0.0}
+    text = tmp_path / "text.txt"
+    text.write_text("abcab" * 20)
+    from_file = train(toy_spec(), data=text, out=tmp_path / "file", overrides=recipe, device="cpu")
+    in_memory = train(toy_spec(), data=Texts(("abcab" * 20,)), out=tmp_path / "memory", overrides=recipe, device="cpu")
+    assert losses(from_file.out) == losses(in_memory.out)
+    assert from_file.held_out_loss is None
+
+
+def test_refused_runs_are_one_line(tmp_path):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "recipe.toml").write_text("")
+    (tmp_path / "file").write_text("")
+    cases = [
+        ({"out": tmp_path / "old"}, "already holds a run"),
+        ({"out": tmp_path / "file"}, "cannot write"),
+        ({"data": tmp_path / "missing.txt"}, "missing.txt"),
+        ({"overrides": {"data.seq_len": 17}}, "max_seq_len 16"),
+        ({"overrides": {"model.vocab_size": 3}}, "set model.vocab_size to at least"),
+        ({"overrides": {"model.n_head": 3}}, "did you mean 'n_heads'"),
+        ({"overrides": {"model.family": "lama"}}, "llama"),
+        ({"overrides": {"run.batchsize": 3}}, "did you mean 'batch_size'"),
+        ({"overrides": {"data.held_out": 0.99}}, "data.held_out"),
+        ({"overrides": {"data.tokenizer": {"kind": "load", "path": str(tmp_path / "none")}}}, "none"),
+    ]
+    for number, (options, words) in enumerate(cases):
+        with pytest.raises(UserError) as caught:
+            train(recipe_from_toml(SMALL), device="cpu", **{"out": tmp_path / f"run{number}", **options})
+        assert words in str(caught.value), options
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / f"run{number}" / "recipe.toml").exists()
+
+
+SCRIPT = """
+import sys
+from phylon.train import recipe_from_toml, train
+train(recipe_from_toml(open(sys.argv[1]).read()), out=sys.argv[2], resume=True, device="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_loses_nothing_that_was_saved(tmp_path):
+    text = SMALL.replace("steps = 12", "steps = 400\nsave_every = 20\nthreads = 1")
+    (tmp_path / "recipe.toml").write_text(text)
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "recipe.toml"), str(tmp_path / "killed")]
+
+    def start():
+        return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": source}, stderr=subprocess.PIPE)
+
+    kills = 0
+    for wanted in (40, 160, 300):
+        child = start()
+        while child.poll() is None:
+            last = latest_checkpoint(tmp_path / "killed" / "checkpoints")
+            if last is not None and int(last.name.removeprefix("step-")) >= wanted:
+                child.kill()
+                kills += 1
+            time.sleep(0.01)
+    child = start()
+    assert child.wait() == 0, child.stderr.read().decode()
+    assert kills >= 2
+    threads = torch.get_num_threads()
+    try:
+        whole = train(recipe_from_toml(text), out=tmp_path / "whole", device="cpu")
+    finally:
+        torch.set_num_threads(threads)
+    assert losses(tmp_path / "killed") == losses(whole.out)
