@@ -84,7 +84,10 @@ TIMED = [(name, case) for slot in (Mixer, FeedForward, Head) for name, case in c
 
 @pytest.mark.parametrize(("name", "case"), TIMED)
 def test_flops_are_what_pytorch_counts(name: str, case: Slot) -> None:
-    """Matrix products of one token's forward pass (one document's, where a head pools), two for a multiply-add, all keys counted, on the reference."""
+    """Matrix products of one token's forward pass (one document's, where a head pools), on the reference.
+
+    A multiply-add counts two; all keys are counted, masked or not.
+    """
     formula = ENTRIES[name.rpartition("-")[0]].flops
     assert formula is not None
     for length in (5, 9):
