@@ -24,7 +24,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run in DIR first.")] = False,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What the samples go on from; repeatable.", show_default="'def ', else the first token"),
+        typer.Option(
+            metavar="TEXT", help="What the samples go on from; repeatable.", show_default="'def ', else the first token"
+        ),
     ] = None,
     device: Device = "auto",
 ) -> None:
