@@ -27,6 +27,10 @@ BOOLEANS = {
     ("glu", "bias"),
     ("layer_norm", "bias"),
     ("lm_head", "bias"),
+    ("mamba", "bias"),
+    ("mamba", "conv_bias"),
+    ("mamba2", "bias"),
+    ("mamba2", "conv_bias"),
     ("mlp", "bias"),
     ("yarn_scaling", "round_ramp"),
 }

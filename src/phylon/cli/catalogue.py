@@ -25,20 +25,19 @@ def families() -> Rows:
     ]
 
 
-def presets() -> Rows:
-    """Every preset with its exact count of parameters."""
-    from phylon.account import account
+def presets(family: str | None = None) -> Rows:
+    """Every preset, of one family or of all, with its exact count of parameters from the meta device."""
+    from phylon.model import build_meta
 
     found = []
-    for family in phylon.families.families():
-        for name, make in family.presets.items():
+    for known in phylon.families.families():
+        for name, make in known.presets.items() if family in (None, known.name) else ():
             spec = make()
-            figures = account(spec)
             found.append(
                 {
                     "name": name,
-                    "family": family.name,
-                    "params_total": figures.params_total,
+                    "family": known.name,
+                    "params_total": sum(p.numel() for p in build_meta(spec).parameters()),
                     "blocks": sum(len(stack.blocks) for stack in spec.stacks.values()),
                     "d_model": spec.last_stack.d_model,
                     "max_seq_len": spec.max_seq_len,

@@ -88,9 +88,10 @@ def slot_page(slot: str) -> str:
 def _mechanism(entry: Entry) -> str:
     doc = inspect.cleandoc(entry.spec.__doc__ or "").replace("``", "`")
     fields = [
-        (f"`{field.name}`", f"`{_type_name(field.type)}`", _default(field)) for field in msgspec.structs.fields(entry.spec)
+        (f"`{field.name}`", f"`{_type_name(field.type)}`", _default(field))
+        for field in msgspec.structs.fields(entry.spec)
     ]
-    parts = [f"## {entry.spec.__name__}", f"`kind = \"{entry.kind}\"` · {entry.paper}", doc]
+    parts = [f"## {entry.spec.__name__}", f'`kind = "{entry.kind}"` · {entry.paper}', doc]
     parts += [table(("field", "type", "default"), fields)] if fields else []
     parts += [f"Exception to the law, {cell}: {reason}." for cell, reason in sorted(entry.exceptions.items())]
     return "\n\n".join(parts)
@@ -112,13 +113,12 @@ def family_page(family: Family) -> str:
     """Presets with exact counts, what loads, configuration keys, builder arguments, and the first preset unrolled."""
     counts = [
         (f"`{r['name']}`", f"{r['params_total']:,}", r["blocks"], r["d_model"], r["max_seq_len"] or "any")
-        for r in catalogue.presets()
-        if r["family"] == family.name
+        for r in catalogue.presets(family.name)
     ]
     parts = [f"# {family.title}", family.paper + "."]
     parts += ["## Presets", table(("preset", "parameters", "blocks", "d_model", "max_seq_len"), counts)]
     parts += ["## Loads", "\n".join(_loads(family)) or "Native folders only."]
-    parts += ["## Builder", f"`family = \"{family.name}\"` in a recipe's `[model]` takes:", _arguments(family)]
+    parts += ["## Builder", f'`family = "{family.name}"` in a recipe\'s `[model]` takes:', _arguments(family)]
     first = next(iter(family.presets))
     parts += ["## Unrolled", f"`phylon show {first}`", f"```\n{model_page(first, family.presets[first]())}\n```"]
     return "\n\n".join(parts)
@@ -217,9 +217,8 @@ def table(head: tuple[Any, ...], rows: Any) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def stale(root: Path) -> list[Path]:
+def stale(root: Path, made: dict[Path, str]) -> list[Path]:
     """Generated files that differ from what is on disk, and pages that nothing generates any more."""
-    made = pages(root)
     differing = [p for p, text in made.items() if not (root / p).is_file() or (root / p).read_text("utf-8") != text]
     old = {p.relative_to(root) for folder in ("mechanisms", "families") for p in (root / "docs" / folder).glob("*.md")}
     return sorted([*differing, *(old - made.keys())])
@@ -229,7 +228,7 @@ def main(args: list[str]) -> int:
     """Write what is out of date below the current folder; with ``--check`` only say so."""
     root = Path.cwd()
     made = pages(root)
-    changed = stale(root)
+    changed = stale(root, made)
     for path in changed:
         print(path)
         if "--check" in args:

@@ -10,6 +10,8 @@ from phylon.cli.common import Device, Dtype, Json, ModelName, print_json
 if TYPE_CHECKING:
     from phylon.checkpoint.verify import Reference
 
+FAILED = 1
+
 
 def verify(
     model: ModelName,
@@ -23,22 +25,30 @@ def verify(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Check that a model gives the same values however its texts are split, padded, packed or batched."""
+    """Check that the same tokens give the same logits, whichever way."""
     from phylon.checkpoint.verify import verify as run
     from phylon.hub import load
 
     other = None if reference is None else _from_file(reference, model)
     report = run(load(model, dtype=dtype, device=device), reference=other, length=length, seed=seed)
-    if as_json:
-        print_json({"model": model, **report.to_data()})
-    else:
-        for cell in report.cells:
-            state = {True: "pass", False: "FAIL", None: "  - "}[cell.passed]
-            figures = "" if cell.error is None else f"{cell.error:9.2e} of {cell.bound or 0:9.2e}"
-            print(f"{state}  {cell.name:<28} {figures:<22} {cell.reason or ''}".rstrip())
-        print(f"{'passed' if report.passed else 'FAILED'}: {report.dtype}, texts of up to {max(report.lengths)} tokens")
+    data = {"model": model} | report.to_data()
+    print_json(data) if as_json else print(page(data))
     if not report.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
+
+
+def page(data: dict[str, Any]) -> str:
+    """A line a cell, and the verdict."""
+    lines = [f"{data['model']}: {data['dtype']}, documents of {', '.join(map(str, data['lengths']))} tokens", ""]
+    for cell in data["cells"]:
+        mark = {True: "ok", False: "FAILED", None: "-"}[cell["passed"]]
+        figures = "" if cell["error"] is None else f"error {cell['error']:.1e}"
+        figures += "" if cell["bound"] is None else f", at most {cell['bound']:.1e}"
+        lines.append(f"  {cell['name']:<30}{mark:<8}{figures}{'  ' * bool(figures)}{cell['reason'] or ''}".rstrip())
+    failed = [cell["name"] for cell in data["cells"] if cell["passed"] is False]
+    return "\n".join(
+        [*lines, "", f"fails: {', '.join(failed)}" if failed else "holds" if data["passed"] else "nothing applied"]
+    )
 
 
 def _from_file(path: Path, model: str) -> "Reference":

@@ -6,6 +6,7 @@ Equal neighbours in a tuple are written once as ``{"repeat": n, "of": …}``, so
 
 import re
 import tomllib
+import typing
 from typing import Any, TypeVar
 
 import msgspec
@@ -140,7 +141,23 @@ def _one_line(message: str, kind: Any) -> str:
     paths = re.findall(r" - at `\$\.?([^`]*)`", message)
     message = re.sub(r" - at `[^`]*`", "", message)
     unknown = re.search(r"unknown field `([^`]+)`", message)
-    if unknown and "(" not in message and isinstance(kind, type) and issubclass(kind, Spec):
-        message = f"unknown field '{unknown[1]}'{did_you_mean(unknown[1], kind.__struct_fields__)}"
+    if unknown and "(" not in message:
+        fields = getattr(_class_at(kind, paths[0] if paths else ""), "__struct_fields__", ())
+        message = f"unknown field '{unknown[1]}'{did_you_mean(unknown[1], fields)}"
     path = ".".join(p for p in reversed(paths) if p)
     return f"{message} - at `$.{path}`" if path else message
+
+
+def _class_at(kind: Any, path: str) -> Any:
+    """The class that msgspec's path (``run.steps``, ``blocks[0]``, ``heads[...]``) leads to from ``kind``."""
+    for step in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
+        options = [option for option in (*typing.get_args(kind), kind) if option is not type(None)]
+        if step.startswith("["):
+            kind = typing.get_args(kind)[-1 if typing.get_origin(kind) is dict else 0]
+            continue
+        owner = next((o for o in options if isinstance(o, type) and issubclass(o, Spec)), None)
+        if owner is None or step not in owner.__struct_fields__:
+            return None
+        kind = typing.get_type_hints(owner)[step]
+    options = [option for option in (*typing.get_args(kind), kind) if isinstance(option, type)]
+    return next((option for option in options if issubclass(option, Spec)), None)
