@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phylon.account import account
     from phylon.families import build, preset
+    from phylon.generate import encode
     from phylon.hub import load, save
     from phylon.model import Model, ModelSpec, record
     from phylon.spec import UserError, override
@@ -18,6 +19,7 @@ _PUBLIC = {
     "UserError": "phylon.spec.errors",
     "account": "phylon.account",
     "build": "phylon.families",
+    "encode": "phylon.generate",
     "load": "phylon.hub",
     "override": "phylon.spec",
     "preset": "phylon.families",
@@ -25,7 +27,19 @@ _PUBLIC = {
     "save": "phylon.hub",
 }
 
-__all__ = ["Model", "ModelSpec", "UserError", "account", "build", "load", "override", "preset", "record", "save"]
+__all__ = [
+    "Model",
+    "ModelSpec",
+    "UserError",
+    "account",
+    "build",
+    "encode",
+    "load",
+    "override",
+    "preset",
+    "record",
+    "save",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from phylon.generate.chat import ChatSession
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
+from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
@@ -15,6 +16,7 @@ __all__ = [
     "Sampling",
     "Score",
     "TextStream",
+    "encode",
     "generate",
     "run",
     "score",
