@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+<<<<<<< HEAD
 from phylon.checkpoint import TensorSource, open_gguf
 from phylon.checkpoint.files import quoted
+=======
+from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
+>>>>>>> enc
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config
 from phylon.hub.names import find_model
@@ -81,10 +85,18 @@ def _hf(path: Path) -> Description:
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
-    spec = fmt.read(Config(data, str(path / "config.json")))
+    spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+def _stored_names(path: Path) -> frozenset[str] | None:
+    """The names of the tensors in a folder, or ``None`` where there are no weights that can be read."""
+    try:
+        return frozenset(open_safetensors(path).tensors)
+    except UserError:
+        return None
 
 
 def _gguf(path: Path) -> Description:
