@@ -160,7 +160,7 @@ def test_a_verdict_against_the_model_is_exit_code_1(
     from phylon.checkpoint import verify
 
     cell = verify.Cell(name="chunks", passed=False, error=0.5, bound=1e-5)
-    monkeypatch.setattr(verify, "verify", lambda model: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
+    monkeypatch.setattr(verify, "verify", lambda model, **_: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
     found = run("verify", model_folder)
     assert found.code == 1
     assert "fails: chunks" in found.out
