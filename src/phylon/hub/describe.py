@@ -56,7 +56,7 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "model", "generation")]
+        unknown = [key for key in data if key not in ("schema", "model", "generation", "family")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
         spec = from_data(ModelSpec, data.get("model"))
