@@ -9,6 +9,7 @@ from torch import Tensor
 import phylon.layers
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU, MLP
+from phylon.layers.heads.classify import Pooled
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import FanInInit
 from phylon.layers.mixers.attention import Attention
@@ -27,6 +28,7 @@ from phylon.spec import (
     Mechanism,
     Mixer,
     Norm,
+    Pool,
     Position,
     RopeScaling,
     ScoreBias,
@@ -97,6 +99,8 @@ def wrapped(slot: type[Slot], case: Slot) -> ModelSpec | None:
             return pre(mixer=ATTENTION.replace(pattern=case))
         case Init():
             return pre(init=case)
+        case Pool():
+            return pre(heads={"head": Pooled(pool=case)})
     return None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phylon.account import account
     from phylon.families import build, preset
-    from phylon.generate import generate, stream
+    from phylon.generate import encode, generate, stream
     from phylon.hub import load, save
     from phylon.model import Model, ModelSpec, record
     from phylon.spec import UserError, override
@@ -20,6 +20,7 @@ _PUBLIC = {
     "UserError": "phylon.spec.errors",
     "account": "phylon.account",
     "build": "phylon.families",
+    "encode": "phylon.generate",
     "generate": "phylon.generate",
     "load": "phylon.hub",
     "override": "phylon.spec",
@@ -36,6 +37,7 @@ __all__ = [
     "UserError",
     "account",
     "build",
+    "encode",
     "generate",
     "load",
     "override",

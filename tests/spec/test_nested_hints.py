@@ -29,3 +29,11 @@ def test_nearest_field(path: tuple[Any, ...], wrong: str, right: str, where: str
         from_data(ModelSpec, data)
     assert f"unknown field '{wrong}' (did you mean '{right}'?)" in str(caught.value)
     assert where in str(caught.value)
+
+
+def test_nested_repeats_cannot_explode() -> None:
+    data: Any = {"kind": "causal"}
+    for _ in range(4):
+        data = [{"repeat": 10_000, "of": data}]
+    with pytest.raises(UserError, match="more than 1000000 parts"):
+        from_data(ModelSpec, {"decoder": data})

@@ -1,9 +1,11 @@
 """The rows of ``phylon list``, and how they read."""
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import phylon.families
+from phylon.families import Family
 from phylon.spec import registry
 from phylon.spec.registry import Entry
 
@@ -12,17 +14,19 @@ Rows = list[dict[str, Any]]
 
 def families() -> Rows:
     """Every family: paper, presets, and what of it can be loaded."""
-    return [
-        {
-            "name": f.name,
-            "title": f.title,
-            "paper": f.paper,
-            "presets": list(f.presets),
-            "huggingface": list(f.hf.model_types) if f.hf else [],
-            "gguf": list(f.gguf.architectures) if f.gguf else [],
-        }
-        for f in phylon.families.families()
-    ]
+    return [family_row(family) for family in phylon.families.families()]
+
+
+def family_row(family: Family) -> dict[str, Any]:
+    """One family."""
+    return {
+        "name": family.name,
+        "title": family.title,
+        "paper": family.paper,
+        "presets": list(family.presets),
+        "huggingface": list(family.hf.model_types) if family.hf else [],
+        "gguf": list(family.gguf.architectures) if family.gguf else [],
+    }
 
 
 def presets(family: str | None = None) -> Rows:
@@ -48,6 +52,7 @@ def presets(family: str | None = None) -> Rows:
 
 def mechanisms() -> Rows:
     """Every registered mechanism: kind, slot, paper and the idea in a line."""
+    importlib.import_module("phylon.train")  # optimisers, schedules and objectives are mechanisms too
     rows = [{"kind": e.kind, "slot": slot_name(e), "paper": e.paper, "idea": idea(e)} for e in registry.entries()]
     return sorted(rows, key=lambda row: (row["slot"], row["kind"]))
 

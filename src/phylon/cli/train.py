@@ -24,7 +24,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run in DIR first.")] = False,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What the samples go on from; repeatable.", show_default="'def ', else the first token"),
+        typer.Option(
+            metavar="TEXT", help="What the samples go on from; repeatable.", show_default="'def ', else the first token"
+        ),
     ] = None,
     device: Device = "auto",
 ) -> None:
@@ -47,8 +49,11 @@ def train(
 
 
 def clear(out: Path) -> None:
-    """Remove the files of the run in ``out``, and nothing else."""
-    for name in RUN_FILES if (out / "recipe.toml").exists() else ():
+    """Remove the files of the run in ``out``, even of one that never began, and nothing else."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if "recipe.toml" not in names and not names <= set(RUN_FILES):
+        return
+    for name in RUN_FILES:
         path = out / name
         if path.is_dir():
             shutil.rmtree(path)

@@ -1,7 +1,7 @@
 """What a family is: a builder, presets, and how foreign formats say it. One registration a file."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,10 +105,24 @@ def shown(value: Any) -> str:
 class Config:
     """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
 
-    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        where: str = "config.json",
+        stored: Callable[[], Collection[str] | None] | None = None,
+    ) -> None:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
+        self._stored = stored
         self.where = where
+
+    def stores(self, part: str, default: bool) -> bool:
+        """Whether a tensor with ``part`` in its name lies beside the file; ``default`` where that is not known.
+
+        For what a format says by its tensors alone: BERT's pooler. Only headers are read.
+        """
+        names = None if self._stored is None else self._stored()
+        return default if names is None else any(part in name for name in names)
 
     def __contains__(self, key: str) -> bool:
         """Whether the file holds ``key``, be it null."""

@@ -3,6 +3,7 @@
 from phylon.generate.beam import Hypothesis, beam_search
 from phylon.generate.chat import ChatSession
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
+from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
@@ -19,6 +20,7 @@ __all__ = [
     "Score",
     "TextStream",
     "beam_search",
+    "encode",
     "generate",
     "run",
     "score",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phylon.checkpoint import TensorSource, open_gguf
+from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config
@@ -56,7 +56,7 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "model", "generation", "family")]
+        unknown = [key for key in data if key not in ("schema", "family", "model", "generation")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
         spec = from_data(ModelSpec, data.get("model"))
@@ -81,10 +81,18 @@ def _hf(path: Path) -> Description:
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
-    spec = fmt.read(Config(data, str(path / "config.json")))
+    spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+def _stored_names(path: Path) -> frozenset[str] | None:
+    """The names of the tensors in a folder, or ``None`` where there are no weights that can be read."""
+    try:
+        return frozenset(open_safetensors(path).tensors)
+    except UserError:
+        return None
 
 
 def _gguf(path: Path) -> Description:

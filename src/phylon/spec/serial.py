@@ -17,6 +17,7 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import find
 
 SCHEMA = 1
+_MOST_NODES = 1_000_000
 T = TypeVar("T")
 
 
@@ -130,10 +131,17 @@ def _expand(data: Any) -> Any:
         if isinstance(item, dict) and set(item) == {"repeat", "of"}:
             if not isinstance(item["repeat"], int) or not 1 <= item["repeat"] <= 10_000:
                 raise UserError(f"'repeat' must be a whole number from 1 to 10000, got {item['repeat']!r}")
+            if item["repeat"] * _n_nodes(item["of"]) > _MOST_NODES:
+                raise UserError(f"'repeat' {item['repeat']} makes more than {_MOST_NODES} parts of a spec")
             items += [item["of"]] * item["repeat"]
         else:
             items.append(item)
     return items
+
+
+def _n_nodes(data: Any) -> int:
+    children = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return 1 + sum(map(_n_nodes, children))
 
 
 def _one_line(message: str, kind: Any) -> str:

@@ -92,7 +92,8 @@ def _chunk(
     else:
         states = _Recurrence.apply(decay, inputs, h)
     y = (states @ C[..., None])[..., 0]
-    return torch.addcmul(y, x, D), states[:, -1]
+    # A copy: a view of the last state would keep all of them alive.
+    return torch.addcmul(y, x, D), states[:, -1].clone()
 
 
 class _Recurrence(torch.autograd.Function):
