@@ -77,12 +77,15 @@ def _check_family(found: Description, layout: Layout, source: TensorSource) -> N
     names = list(source.tensors)
     if found.format != "hf" or found.family is None or layout.share_of(names) >= 0.5:
         return
-    for other in families():
-        if other.hf is not None and other.hf.layout(other.cases()[0]).share_of(names) >= 0.9:
-            raise UserError(
-                f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
-                f"family '{other.name}': put the right config.json beside them"
-            )
+    layouts = {other.name: other.hf.layout(other.cases()[0]) for other in families() if other.hf is not None}
+    fits = {name: layout.share_of(names) for name, layout in layouts.items()}
+    # Of those that have a place for all, the one that asks for the least besides.
+    nearest = max(layouts, key=lambda name: (fits[name], -len(layouts[name].rules)))
+    if fits[nearest] >= 0.9:
+        raise UserError(
+            f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
+            f"family '{nearest}': put the right config.json beside them"
+        )
 
 
 def _fill(model: Model, source: TensorSource, layout: Layout, path: Path, dtype: Any, device: Any) -> None:
