@@ -6,11 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phylon.account import account
     from phylon.families import build, preset
-<<<<<<< HEAD
-    from phylon.generate import generate, stream
-=======
-    from phylon.generate import encode
->>>>>>> enc
+    from phylon.generate import encode, generate, stream
     from phylon.hub import load, save
     from phylon.model import Model, ModelSpec, record
     from phylon.spec import UserError, override
@@ -24,11 +20,8 @@ _PUBLIC = {
     "UserError": "phylon.spec.errors",
     "account": "phylon.account",
     "build": "phylon.families",
-<<<<<<< HEAD
-    "generate": "phylon.generate",
-=======
     "encode": "phylon.generate",
->>>>>>> enc
+    "generate": "phylon.generate",
     "load": "phylon.hub",
     "override": "phylon.spec",
     "preset": "phylon.families",
@@ -44,21 +37,15 @@ __all__ = [
     "UserError",
     "account",
     "build",
-<<<<<<< HEAD
-    "generate",
-=======
     "encode",
->>>>>>> enc
+    "generate",
     "load",
     "override",
     "preset",
     "record",
     "save",
-<<<<<<< HEAD
     "stream",
     "train",
-=======
->>>>>>> enc
 ]
 
 

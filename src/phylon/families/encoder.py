@@ -1,4 +1,4 @@
-"""The post-norm encoder that BERT and its descendants share, its task heads, and the foreign names that go with them."""
+"""The post-norm encoder that BERT and its descendants share, its task heads, and their foreign names."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,11 +19,8 @@ __all__ = [
     "Sampling",
     "Score",
     "TextStream",
-<<<<<<< HEAD
     "beam_search",
-=======
     "encode",
->>>>>>> enc
     "generate",
     "run",
     "score",

@@ -6,12 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-<<<<<<< HEAD
-from phylon.checkpoint import TensorSource, open_gguf
-from phylon.checkpoint.files import quoted
-=======
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
->>>>>>> enc
+from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config
 from phylon.hub.names import find_model
