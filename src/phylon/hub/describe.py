@@ -59,18 +59,19 @@ def _native(path: Path) -> Description:
         unknown = [key for key in data if key not in ("schema", "family", "model", "generation")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
+        if not isinstance(data.get("family", ""), str):
+            raise UserError(f"'family' must be a name, got {data['family']!r}")
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
-    named = data.get("family")
     return Description(
         path=path,
         format="native",
         family=None,
         spec=spec,
         generation=generation,
-        written_as=named if isinstance(named, str) else None,
+        written_as=data.get("family"),
     )
 
 
