@@ -1,4 +1,4 @@
-"""What every encoder family must give: a tiny random reference of each task, loaded, computed and saved back exactly."""
+"""What every encoder family must give: a tiny random reference of each task, loaded and saved back exactly."""
 
 from pathlib import Path
 from typing import Any
