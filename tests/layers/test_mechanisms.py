@@ -28,6 +28,7 @@ BOOLEANS = {
     ("layer_norm", "bias"),
     ("lm_head", "bias"),
     ("mlp", "bias"),
+    ("softmax_router", "bias"),
     ("yarn_scaling", "round_ramp"),
 }
 """Presence of a parameter, or a documented convention; nothing that selects a code path."""
