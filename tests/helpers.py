@@ -12,6 +12,7 @@ from phylon.layers.ffn.dispatchers import Dispatcher
 from phylon.layers.ffn.mlp import GLU, MLP
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import RenormalisedRouter, Router
+from phylon.layers.heads.classify import Pooled
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import FanInInit
 from phylon.layers.mixers.attention import Attention
@@ -30,6 +31,7 @@ from phylon.spec import (
     Mechanism,
     Mixer,
     Norm,
+    Pool,
     Position,
     RopeScaling,
     ScoreBias,
@@ -104,6 +106,8 @@ def wrapped(slot: type[Slot], case: Slot) -> ModelSpec | None:
             return pre(mixer=ATTENTION.replace(pattern=case))
         case Init():
             return pre(init=case)
+        case Pool():
+            return pre(heads={"head": Pooled(pool=case)})
     return None
 
 

@@ -94,6 +94,19 @@ def test_cropped_tokens_are_gone(name: str) -> None:
     goes_on(model, state, [torch.cat([tokens[0], tokens[0, :1]]), tokens[1, :1]])
 
 
+@pytest.mark.parametrize("name", ["causal-0", "attention-0", "learned_positions-0"])
+def test_rows_of_equal_length_need_not_be_aligned(name: str) -> None:
+    """Two documents in a row of the common length, inserted or left by a crop, are still two documents."""
+    model = drawn(name)
+    state, docs = fresh(model, (4, 4))
+    other, tokens = model.new_state(1), documents(model, (6,))[0]
+    values(model, tokens[None], segments=torch.tensor([[1, 2, 2, 2, 2, 2]]), state=other)
+    other.crop(4)
+    goes_on(model, other.rows([0]), [tokens[1:4]])
+    state.insert([1], other)
+    goes_on(model, state, [docs[0], tokens[1:4]])
+
+
 def test_crop_refuses_nonsense() -> None:
     state, _ = fresh(drawn("causal-0"))
     with pytest.raises(UserError, match="to -1 tokens"):

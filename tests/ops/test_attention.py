@@ -263,6 +263,10 @@ def test_a_wide_window_is_causal_and_groups_of_one_are_heads(size: int, extra: i
     q, k, v = (x.detach() for x in qkv(size, size))
     causal = attention(q, k, v, pattern=Causal())
     assert_close(attention(q, k, v, pattern=Window(size=size + extra)), causal)
+    if size > 1:
+        narrow = [attention(q, k, v, pattern=Window(size=size - 1), backend=name) for name in BACKENDS]
+        assert all(bool((out[:, -1] != causal[:, -1]).any()) for out in narrow)
+        assert_close(narrow[0], narrow[-1])
     repeated = (x.repeat_interleave(2, 2) for x in (k, v))
     assert_close(attention(q, *repeated, pattern=Causal()), causal)
 

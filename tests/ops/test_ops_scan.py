@@ -233,6 +233,17 @@ def test_no_tensor_of_all_states(length: int) -> None:
     assert seen.numbers == max(4 * width * size, length * width)  # the states of a chunk of 4, or y
 
 
+def test_chunks_fit_the_cache_but_never_shrink_to_single_steps() -> None:
+    assert [chunked.chunk_length(n) for n in (16, 512 * 16, 2**14, 2**30)] == [64, 32, 16, 16]
+
+
+@pytest.mark.parametrize("name", ["scan", "ssd"])
+def test_the_state_keeps_nothing_else_alive(name: str) -> None:
+    function, make, backend = OPS[name]
+    _, state = function(**make(9), backend=backend)
+    assert state.untyped_storage().nbytes() == state.numel() * state.element_size()
+
+
 def test_a_step_is_small() -> None:
     inputs = scan_inputs(1)
     with _Largest() as seen:

@@ -11,9 +11,16 @@ from torch import Tensor
 
 import phylon
 from phylon import UserError
+from phylon.checkpoint import Layout, MemorySource, Rename
 from phylon.families import family
 from phylon.families.base import Config
+from phylon.families.mamba import mamba_rules
+from phylon.layers.context import Context
+from phylon.layers.mixers.mamba import Mamba
+from phylon.layers.norms import RMSNorm
 from phylon.model import Model, build_meta
+from phylon.patterns import Records
+from phylon.spec.registry import build
 
 transformers = pytest.importorskip("transformers", reason="the reference needs transformers")
 
@@ -43,6 +50,11 @@ def reference(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
     config = getattr(transformers, f"{kind}Config")(**options)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    draw(model)
+    return model
+
+
+def draw(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         leaf = name.split(".", 2)[-1]
         with torch.no_grad():
@@ -56,7 +68,6 @@ def reference(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
                 parameter.normal_(1.0, 0.3)
             else:
                 parameter.normal_(0, 2 / parameter[0].numel() ** 0.5)
-    return model
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -241,6 +252,27 @@ def read(name: str, config: dict[str, Any]) -> phylon.ModelSpec:
     hf = family(name).hf
     assert hf is not None
     return hf.read(Config(config))
+
+
+@torch.no_grad()
+def test_the_mixer_of_jamba() -> None:
+    """Its norms on dt, B and C are the mixer's ``inner_norm``."""
+    from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+    config = transformers.JambaConfig(
+        hidden_size=24, mamba_d_state=5, mamba_d_conv=3, mamba_dt_rank=3, mamba_proj_bias=True, rms_norm_eps=1e-4
+    )
+    theirs = JambaMambaMixer(config, layer_idx=0).eval()
+    draw(theirs)
+    op = Mamba(dt_rank=3, d_state=5, d_conv=3, bias=True, inner_norm=RMSNorm(eps=1e-4))
+    ours = build(op, 24)
+    rules: list[Any] = list(mamba_rules("", "", 48))
+    rules += [Rename(f"{n}_layernorm.weight", f"{n}_norm.weight") for n in ("dt", "b", "c")]
+    layout, source, mine = Layout(rules), MemorySource(theirs.state_dict()), dict(ours.named_parameters())
+    layout.load(layout.plan(source.tensors, {n: tuple(p.shape) for n, p in mine.items()}), source, mine)
+    x = torch.randn(2, 9, 24)
+    records = Records(torch.arange(9)[None])
+    assert_near(ours(x, Context(records=records, aligned=True)), theirs(x))
 
 
 def test_what_the_formats_cannot_say_is_saved_as_native_only(tmp_path: Path) -> None:

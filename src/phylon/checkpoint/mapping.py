@@ -64,6 +64,13 @@ class Layout:
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
         ]
 
+    def share_of(self, names: Iterable[str]) -> float:
+        """Which part of ``names`` this layout has a place for: 1 for a checkpoint of its own."""
+        patterns = [name for rule in self.rules for name in (rule.theirs, *rule.aliases)]
+        known = [_regex(name) for name in patterns] + [regex for regex, _ in self._drops]
+        every = [(name, self._prefix + name) for name in names]
+        return sum(any(regex.fullmatch(n) for n in both for regex in known) for both in every) / max(1, len(every))
+
     def plan(
         self, theirs: Mapping[str, TensorInfo], ours: Mapping[str, Shape], where: str = "the checkpoint"
     ) -> LoadPlan:

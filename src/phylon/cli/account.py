@@ -9,11 +9,11 @@ from phylon.cli.common import Json, PresetOrModel, count, print_json, spec_of
 
 def account(
     name: PresetOrModel,
-    batch: Annotated[int, typer.Option(help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option(metavar="B", help="Rows.")] = 1,
     seq_len: Annotated[
-        int | None, typer.Option(help="Tokens a row.", show_default="the longest the model takes")
+        int | None, typer.Option(metavar="T", help="Tokens a row.", show_default="the longest the model takes")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of weights and state.")] = "float16",
+    dtype: Annotated[str, typer.Option(metavar="NAME", help="Of weights and state.")] = "float16",
     as_json: Json = False,
 ) -> None:
     """Count parameters, FLOPs and memory, without loading anything."""

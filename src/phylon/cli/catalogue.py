@@ -1,9 +1,11 @@
 """The rows of ``phylon list``, and how they read."""
 
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import phylon.families
+from phylon.families import Family
 from phylon.spec import registry
 from phylon.spec.registry import Entry
 
@@ -12,33 +14,34 @@ Rows = list[dict[str, Any]]
 
 def families() -> Rows:
     """Every family: paper, presets, and what of it can be loaded."""
-    return [
-        {
-            "name": f.name,
-            "title": f.title,
-            "paper": f.paper,
-            "presets": list(f.presets),
-            "huggingface": list(f.hf.model_types) if f.hf else [],
-            "gguf": list(f.gguf.architectures) if f.gguf else [],
-        }
-        for f in phylon.families.families()
-    ]
+    return [family_row(family) for family in phylon.families.families()]
 
 
-def presets() -> Rows:
-    """Every preset with its exact count of parameters."""
-    from phylon.account import account
+def family_row(family: Family) -> dict[str, Any]:
+    """One family."""
+    return {
+        "name": family.name,
+        "title": family.title,
+        "paper": family.paper,
+        "presets": list(family.presets),
+        "huggingface": list(family.hf.model_types) if family.hf else [],
+        "gguf": list(family.gguf.architectures) if family.gguf else [],
+    }
+
+
+def presets(family: str | None = None) -> Rows:
+    """Every preset, of one family or of all, with its exact count of parameters from the meta device."""
+    from phylon.model import build_meta
 
     found = []
-    for family in phylon.families.families():
-        for name, make in family.presets.items():
+    for known in phylon.families.families():
+        for name, make in known.presets.items() if family in (None, known.name) else ():
             spec = make()
-            figures = account(spec)
             found.append(
                 {
                     "name": name,
-                    "family": family.name,
-                    "params_total": figures.params_total,
+                    "family": known.name,
+                    "params_total": sum(p.numel() for p in build_meta(spec).parameters()),
                     "blocks": sum(len(stack.blocks) for stack in spec.stacks.values()),
                     "d_model": spec.last_stack.d_model,
                     "max_seq_len": spec.max_seq_len,
@@ -49,6 +52,7 @@ def presets() -> Rows:
 
 def mechanisms() -> Rows:
     """Every registered mechanism: kind, slot, paper and the idea in a line."""
+    importlib.import_module("phylon.train")  # optimisers, schedules and objectives are mechanisms too
     rows = [{"kind": e.kind, "slot": slot_name(e), "paper": e.paper, "idea": idea(e)} for e in registry.entries()]
     return sorted(rows, key=lambda row: (row["slot"], row["kind"]))
 
@@ -98,15 +102,16 @@ def presets_page(rows: Rows) -> str:
 def mechanisms_page(rows: Rows) -> str:
     from textwrap import fill
 
-    cells = []
+    margin = " " * 23
+    groups = []
     for slot in dict.fromkeys(row["slot"] for row in rows):
-        own = [row for row in rows if row["slot"] == slot]
-        lines = [
-            f"  {r['kind']:<21}{r['paper']}\n{fill(r['idea'].replace('``', ''), 80, initial_indent=' ' * 23, subsequent_indent=' ' * 23)}"
-            for r in own
-        ]
-        cells.append("\n".join([slot, *lines]))
-    return "\n\n".join(cells)
+        lines = [slot]
+        for row in rows:
+            if row["slot"] == slot:
+                idea = fill(row["idea"].replace("``", ""), 80, initial_indent=margin, subsequent_indent=margin)
+                lines += [f"  {row['kind']:<21}{row['paper']}", idea]
+        groups.append("\n".join(lines))
+    return "\n\n".join(groups)
 
 
 def backends_page(rows: Rows) -> str:

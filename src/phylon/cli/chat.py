@@ -1,23 +1,25 @@
 """``phylon chat``: a conversation in the terminal."""
 
+import contextlib
+import importlib
 import sys
 from typing import Annotated, Any
 
 import typer
 
 from phylon.cli.common import Device, Dtype, ModelName, note
-from phylon.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, TopK, TopP
+from phylon.cli.sampling import ChatTemperature, MaxNewTokens, MinP, RepetitionPenalty, Seed, TopK, TopP
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
 
 def chat(
     model: ModelName,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default="the template's own")] = None,
-    max_new_tokens: MaxNewTokens = 512,
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy.", show_default="the model's own, else 0")
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message.", show_default="the template's own")
     ] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: ChatTemperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     min_p: MinP = None,
@@ -46,6 +48,8 @@ def chat(
         logprobs=False,
     )
     if sys.stdin.isatty():
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # line editing and history for input()
         note(f"{model}: {HELP}")
     talk(session)
 

@@ -18,9 +18,10 @@ PresetOrModel = Annotated[
     str, typer.Argument(metavar="PRESET|MODEL", help="A preset (see 'phylon list presets'), or a model's path or name.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, and nothing else.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, mps.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16.", show_default="as stored, float32 if quantised")
+    str | None,
+    typer.Option(metavar="NAME", help="float32, bfloat16 or float16.", show_default="as stored, float32 if quantised"),
 ]
 
 

@@ -13,11 +13,14 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="DST", help="A folder that does not exist yet, or a .gguf file.")],
     to: Annotated[Literal["native", "hf", "gguf"], typer.Option(help="Format to write.")],
     quant: Annotated[
-        str | None, typer.Option(help="For gguf: F32, F16, BF16, Q8_0, Q4_0 or Q4_1.", show_default="as --dtype says")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="For gguf: F32, F16, BF16, Q8_0, Q4_0 or Q4_1.", show_default="as --dtype says"
+        ),
     ] = None,
     dtype: Dtype = None,
 ) -> None:
-    """Rewrite a model as a native folder, a Hugging Face folder or a GGUF file."""
+    """Rewrite a model as a native, Hugging Face or GGUF one."""
     from phylon.hub import load, save, save_gguf
     from phylon.spec.errors import UserError
 

@@ -46,6 +46,8 @@ def _line(error: Exception) -> str | None:
         return _usage(error)
     if isinstance(error, OSError):
         return _system(error)
+    if isinstance(error, UnicodeError):
+        return f"this text is not valid UTF-8: {error.reason if hasattr(error, 'reason') else error}"
     if isinstance(error, MemoryError) or _is_out_of_memory(error):
         return "there is not enough memory for this; choose a smaller model, batch or length, or another --dtype"
     from phylon.spec.errors import UserError
@@ -56,7 +58,8 @@ def _line(error: Exception) -> str | None:
 def _usage(error: Exception) -> str:
     """A message of the option parser, with the way to the help."""
     context = getattr(error, "ctx", None)
-    message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+    message = error.format_message().rstrip(".").replace("Value error, ", "")  # type: ignore[attr-defined]
+    message = message[:1].lower() + message[1:]
     return f"{message}; see '{context.command_path} --help'" if context is not None else message
 
 

@@ -11,7 +11,7 @@ from phylon.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Sto
 
 def generate(
     model: ModelName,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on from; repeatable.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text to go on from; repeatable.")] = None,
     prompt_ids: Annotated[
         list[str] | None, typer.Option(metavar="IDS", help="Token ids in place of a text, as in '1 5 7'; repeatable.")
     ] = None,

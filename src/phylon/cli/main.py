@@ -47,7 +47,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 for _name, _function in COMMANDS.items():
@@ -77,4 +76,5 @@ def options(
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code. ``--import`` may stand before or after the command."""
     given = list(sys.argv[1:] if args is None else args)
-    return reported(lambda: app(hoisted(given), prog_name="phylon", standalone_mode=False))
+    given = hoisted(given) or ["--help"]
+    return reported(lambda: app(given, prog_name="phylon", standalone_mode=False))

@@ -1,5 +1,6 @@
 """A model on one page: every part with its numbers, weights and parameters, and blocks that repeat once."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -169,7 +170,7 @@ def in_short(numbers: list[int]) -> str:
     """``0-31``, ``0,2,…,30``, or the plain list."""
     if len(numbers) == 1:
         return str(numbers[0])
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(numbers)}
     if steps == {1}:
         return f"{numbers[0]}-{numbers[-1]}"
     if len(steps) == 1 and len(numbers) > 3:

@@ -9,7 +9,7 @@ from phylon.cli.common import Device, Dtype, Json, ModelName, print_json
 
 def score(
     model: ModelName,
-    text: Annotated[list[str], typer.Option(help="Text to score; repeatable.")],
+    text: Annotated[list[str], typer.Option(metavar="TEXT", help="Text to score; repeatable.")],
     device: Device = "auto",
     dtype: Dtype = None,
     as_json: Json = False,

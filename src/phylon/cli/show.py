@@ -10,8 +10,8 @@ from phylon.cli.common import PresetOrModel
 def show(
     name: PresetOrModel,
     shapes: Annotated[bool, typer.Option("--shapes", help="Every tensor of one forward pass.")] = False,
-    batch: Annotated[int, typer.Option(help="Rows, for --shapes.")] = 2,
-    seq_len: Annotated[int, typer.Option(help="Tokens a row, for --shapes.")] = 8,
+    batch: Annotated[int, typer.Option(metavar="B", help="Rows, for --shapes.")] = 2,
+    seq_len: Annotated[int, typer.Option(metavar="T", help="Tokens a row, for --shapes.")] = 8,
 ) -> None:
     """Show a model on one page, without loading its weights."""
     from phylon.cli.common import spec_of

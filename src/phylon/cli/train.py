@@ -24,7 +24,9 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run in DIR first.")] = False,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(help="What the samples go on from; repeatable.", show_default="'def ', else the first token"),
+        typer.Option(
+            metavar="TEXT", help="What the samples go on from; repeatable.", show_default="'def ', else the first token"
+        ),
     ] = None,
     device: Device = "auto",
 ) -> None:
@@ -42,7 +44,7 @@ def train(
     result = run(
         chosen, out=out, resume=resume, sample=sampler(prompt or []), callbacks=[ProgressLine()], device=device
     )
-    note(f"model in {out / 'model'}, report in {out / 'report.html'}")
+    note(f"model: {out / 'model'}, report: {out / 'report.html'}")
     note(f"try: phylon generate {out / 'model'} --prompt {_quoted(result.tokenizer, prompt or [])}")
 
 

@@ -126,7 +126,7 @@ def read_config(config: Config) -> ModelSpec:
         wide=_read_wide(config, n_layers),
         rotary=rotary,
         local_rotary=local_rotary,
-        query_scale=config.number("query_pre_attn_scalar", 256),
+        query_scale=config.number("query_pre_attn_scalar", 256, above=0),
         eps=config.number("rms_norm_eps", 1e-6),
         activation=activation_name(config, "hidden_activation", "gelu_pytorch_tanh"),
         attention_bias=config.take("attention_bias", False, bool),

@@ -9,7 +9,7 @@ from typing import Any
 from phylon.checkpoint import Concat, Layout, Rename
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, op_of
-from phylon.families.mamba import mixer_stack, read_shared, shared_rules, write_shared
+from phylon.families.mamba import mixer_rules, mixer_stack, read_shared, stack_rules, write_shared
 from phylon.layers.mixers.mamba2 import Mamba2
 from phylon.layers.norms import RMSNorm
 from phylon.model.spec import ModelSpec
@@ -119,7 +119,8 @@ def hf_layout(spec: ModelSpec) -> Layout:
     parts = tuple(f"{ours}{name}.{{p}}" for name in ("gate_proj", "in_proj", "dt_proj"))
     return Layout(
         [
-            *shared_rules(spec),
+            *stack_rules(spec),
+            *mixer_rules(theirs, ours),
             Concat(theirs + "in_proj.{p}", parts, (mixer.inner, sum(mixer.widths), mixer.n_heads)),
             Rename(theirs + "dt_bias", ours + "dt_bias"),
             Rename(theirs + "norm.weight", ours + "norm.weight"),

@@ -1,14 +1,13 @@
 """Text from a model: generation and streaming over its state, scores of given texts, conversations."""
 
-import sys
-from types import ModuleType
-
 from phylon.generate.beam import Hypothesis, beam_search
 from phylon.generate.chat import ChatSession
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
+from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
+from phylon.spec.package import make_callable
 
 __all__ = [
     "Batch",
@@ -21,6 +20,7 @@ __all__ = [
     "Score",
     "TextStream",
     "beam_search",
+    "encode",
     "generate",
     "run",
     "score",
@@ -29,10 +29,4 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """``phylon.generate`` is this package and, in the public interface, the function: calling one calls the other."""
-
-    __call__ = staticmethod(generate)
-
-
-sys.modules[__name__].__class__ = _Package
+make_callable(__name__)

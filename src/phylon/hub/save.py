@@ -47,7 +47,9 @@ def save(
         else:
             dtype = str(model.dtype).removeprefix("torch.")
             _write_json(
-                beside / "config.json", {**hf.write(model.spec), **_ids(model.generation), "torch_dtype": dtype}
+                # What the family writes itself (RoBERTa's pad id places its positions) is part of the maths.
+                beside / "config.json",
+                {**_ids(model.generation), **hf.write(model.spec), "torch_dtype": dtype},
             )
             _write_json(beside / "generation_config.json", _generation_config(model.generation))
             tensors = hf.layout(model.spec).unmap(stored_tensors(model))
@@ -129,10 +131,12 @@ def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> 
 
 def _ids(generation: GenerationDefaults) -> dict[str, Any]:
     eos: Any = list(generation.eos_ids)
+    start = generation.decoder_start_id
     return {
         "bos_token_id": generation.bos_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         "pad_token_id": generation.pad_id,
+        **({} if start is None else {"decoder_start_token_id": start}),
     }
 
 

@@ -32,7 +32,8 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. Build with ``phylon.build``, load with ``phylon.load``.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. Build with
+    ``phylon.build``, load with ``phylon.load``.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

@@ -62,7 +62,7 @@ class Mamba2(Mechanism, Mixer, frozen=True, kw_only=True):
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_groups {self.n_groups}")
         if not self.eps > 0:
             raise UserError(f"eps must be above 0, got {self.eps}")
-        if self.dt_low < 0 or (self.dt_high is not None and self.dt_high < self.dt_low):
+        if not self.dt_low >= 0 or not (self.dt_high is None or self.dt_high >= self.dt_low):
             raise UserError(f"step sizes need 0 <= dt_low <= dt_high, got {self.dt_low} and {self.dt_high}")
         check_step_sizes(self.dt_min, self.dt_max)
         check_activation(self.activation)

@@ -12,14 +12,19 @@ from phylon.spec.registry import register
 class LearnedPositions(Mechanism, Position, frozen=True, kw_only=True):
     """A trained vector for each of ``max_seq_len`` positions. BERT (arXiv:1810.04805), section 3; GPT (2018).
 
-    Parameter ``weight`` (max_seq_len, D). A text longer than the table is refused.
+    Parameter ``weight`` (offset + max_seq_len, D). A text longer than the table is refused. ``offset`` is the row of
+    position 0, a convention of checkpoints: 0, or RoBERTa's padding id + 1 (arXiv:1907.11692, released code), whose
+    first rows no token uses.
     """
 
     max_seq_len: int
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.max_seq_len < 1:
             raise UserError(f"max_seq_len must be at least 1, got {self.max_seq_len}")
+        if self.offset < 0:
+            raise UserError(f"offset must be at least 0, got {self.offset}")
 
 
 class Sinusoids(Mechanism, Position, frozen=True, kw_only=True):
@@ -42,8 +47,8 @@ class Sinusoids(Mechanism, Position, frozen=True, kw_only=True):
 class LearnedPositionsModule(Part):
     def __init__(self, spec: LearnedPositions, width: int) -> None:
         super().__init__()
-        self.max_seq_len = spec.max_seq_len
-        self.weight = nn.Parameter(torch.empty(spec.max_seq_len, width))
+        self.max_seq_len, self.offset = spec.max_seq_len, spec.offset
+        self.weight = nn.Parameter(torch.empty(spec.offset + spec.max_seq_len, width))
 
     def init_parameters(self, init: InitContext) -> None:
         init.draw(self.weight, "embed")
@@ -56,7 +61,7 @@ class LearnedPositionsModule(Part):
                 raise UserError(f"position {first} is negative")
             if last >= self.max_seq_len:
                 raise UserError(f"position {last} is beyond the {self.max_seq_len} the model has; shorten the text")
-        return nn.functional.embedding(positions, self.weight)
+        return nn.functional.embedding(positions + self.offset if self.offset else positions, self.weight)
 
 
 class SinusoidsModule(Part):
@@ -82,7 +87,7 @@ register(
     LearnedPositions,
     module=LearnedPositionsModule,
     paper="arXiv:1810.04805 §3",
-    cases=lambda: [LearnedPositions(max_seq_len=64)],
+    cases=lambda: [LearnedPositions(max_seq_len=64), LearnedPositions(max_seq_len=64, offset=2)],
     flops=lambda spec, width, n_keys: 0,
 )
 register(

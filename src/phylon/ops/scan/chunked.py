@@ -15,6 +15,8 @@ from phylon.ops.scan.call import ScanCall, cleared, wide
 _CHUNK_NUMBERS = 2**18
 """Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache and pay for fresh pages at every turn."""
 _LONGEST = 64
+_SHORTEST = 16
+"""Of every chunk the first state is kept for the backward pass: at 16 steps they are as large as ``x`` for N = 16."""
 
 
 class ScanChunked:
@@ -34,9 +36,13 @@ class ScanChunked:
         batch, _, width = x.shape
         h = x.new_zeros(batch, *A.shape) if call.state is None else call.state.to(x.dtype)
         keep = kept(call.breaks.resets, x.dtype)
-        length = max(1, min(_LONGEST, _CHUNK_NUMBERS // (batch * width * A.shape[1])))
-        y, h = in_chunks(_chunk, length, (x, dt, B, C, keep), (A, D), h)
+        y, h = in_chunks(_chunk, chunk_length(batch * width * A.shape[1]), (x, dt, B, C, keep), (A, D), h)
         return y.to(call.x.dtype), h
+
+
+def chunk_length(numbers: int) -> int:
+    """Steps of a chunk, for a state of so many numbers."""
+    return min(_LONGEST, max(_SHORTEST, _CHUNK_NUMBERS // numbers))
 
 
 def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -86,7 +92,8 @@ def _chunk(
     else:
         states = _Recurrence.apply(decay, inputs, h)
     y = (states @ C[..., None])[..., 0]
-    return torch.addcmul(y, x, D), states[:, -1]
+    # A copy: a view of the last state would keep all of them alive.
+    return torch.addcmul(y, x, D), states[:, -1].clone()
 
 
 class _Recurrence(torch.autograd.Function):

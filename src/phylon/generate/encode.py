@@ -1,0 +1,99 @@
+"""Embeddings of texts: one vector each, in batches that do not pay for padding."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from phylon.model import Model
+from phylon.spec.errors import UserError
+
+Pooling = Literal["mean", "first", "last"]
+
+
+@torch.inference_mode()
+def encode(
+    model: Model,
+    texts: Sequence[str],
+    *,
+    pool: Pooling = "mean",
+    normalise: bool = True,
+    max_tokens: int | None = None,
+    batch_tokens: int = 4096,
+) -> Tensor:
+    """One vector a text, (n, D) in fp32 on the CPU, in the order of ``texts``.
+
+    Sentence-BERT (arXiv:1908.10084), section 3: the mean of the final hidden states over all tokens, [CLS] and [SEP]
+    included, scaled to length 1; or the ``first`` or ``last`` token's. Texts are sorted by length and cut into batches
+    of at most ``batch_tokens`` tokens, so that rows of a batch are about equally long. ``max_tokens`` shortens a text
+    from its end and keeps the closing token; without it a text longer than the model's positions is refused.
+
+    Raises:
+        UserError: no tokenizer, an empty text without special tokens, a text that is too long.
+    """
+    if isinstance(texts, str):
+        raise UserError("encode takes a list of texts; write encode(model, [text])")
+    if pool not in ("mean", "first", "last"):
+        raise UserError(f"pool must be 'mean', 'first' or 'last', got {pool!r}")
+    if model.tokenizer is None:
+        raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
+    if model.encoder is not None and model.decoder is not None:
+        raise UserError("an encoder-decoder has no vector of a text alone; encode with an encoder or a decoder")
+    if batch_tokens < 1:
+        raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
+    rows = [_shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    _check_lengths(rows, model.spec.max_seq_len)
+    vectors = torch.empty(len(rows), model.spec.last_stack.d_model)
+    for chosen in batches([len(ids) for ids in rows], batch_tokens):
+        tokens, segments = _padded([rows[i] for i in chosen], model.device)
+        hidden = model(tokens, segments=segments, logits="none").hidden
+        vectors[chosen] = _pooled(hidden, segments, pool).cpu()
+    return torch.nn.functional.normalize(vectors, dim=-1) if normalise else vectors
+
+
+def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Indices in batches, longest first (what does not fit fails at once); at most ``batch_tokens`` each, padding too.
+
+    A text that is longer than that makes a batch of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    start = 0
+    while start < len(order):
+        count = max(1, batch_tokens // lengths[order[start]])
+        yield order[start : start + count]
+        start += count
+
+
+def _shortened(ids: list[int], most: int | None) -> list[int]:
+    if most is None or len(ids) <= most:
+        return ids
+    if most < 2:
+        raise UserError(f"max_tokens must be at least 2, got {most}")
+    return [*ids[: most - 1], ids[-1]]
+
+
+def _check_lengths(rows: list[list[int]], most: int | None) -> None:
+    for i, ids in enumerate(rows):
+        if not ids:
+            raise UserError(f"text {i} is empty: it has no tokens to take a vector from")
+        if most is not None and len(ids) > most:
+            raise UserError(f"text {i} has {len(ids)} tokens, the model reads {most}; give max_tokens={most} to cut it")
+
+
+def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows))
+    tokens, segments = torch.zeros(2, len(rows), width, dtype=torch.int64)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)], segments[row, : len(ids)] = torch.tensor(ids), 1
+    return tokens.to(device), segments.to(device)
+
+
+def _pooled(hidden: Tensor, segments: Tensor, pool: Pooling) -> Tensor:
+    """(B, D) in fp32 from hidden states (B, T, D), padded on the right."""
+    if pool == "first":
+        return hidden[:, 0].float()
+    lengths = segments.sum(1)
+    if pool == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1].float()
+    return (hidden.float() * segments[..., None]).sum(1) / lengths[:, None]
