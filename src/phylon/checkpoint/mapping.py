@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phylon.checkpoint.files import quoted
-from phylon.checkpoint.rules import Constant, Drop, Rename, Rule, Shape
+from phylon.checkpoint.rules import Computed, Constant, Drop, Rename, Rule, Shape
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
@@ -54,11 +54,13 @@ class Layout:
     BERT's ``bert.``). The rules name it; where no key of a file has it, it is not asked for. It is always written.
     """
 
-    def __init__(self, rules: Iterable[Rule | Drop | Constant], optional_prefix: str = ""):
+    def __init__(self, rules: Iterable[Rule | Drop | Constant | Computed], optional_prefix: str = ""):
         every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
+        self._computed = [rule for rule in every if isinstance(rule, Computed)]
+        self._drops += [(_regex(r.theirs), Drop(r.theirs, "computed from the configuration")) for r in self._computed]
         self._prefix = optional_prefix
         self._parts = [
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
@@ -152,7 +154,7 @@ class Layout:
         for name, value in constants:
             if not bool((ours[name] == value).all()):
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
-        return Unmapped(moves, ours)
+        return Unmapped(moves, ours, self._computed)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -197,17 +199,19 @@ class Layout:
 class Unmapped(Iterable[tuple[str, torch.Tensor]]):
     """Pairs ``(foreign name, tensor)``, made anew on every walk, so that a walk keeps one made tensor in memory."""
 
-    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor]):
-        self._moves, self._ours = moves, ours
+    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor], computed: Sequence[Computed] = ()):
+        self._moves, self._ours, self._computed = moves, ours, computed
 
     def __len__(self) -> int:
-        return sum(len(move.foreign) for move in self._moves)
+        return sum(len(move.foreign) for move in self._moves) + len(self._computed)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for move in self._moves:
             tensors = [self._ours[name].detach() for name in move.ours]
             for which, (name, _) in enumerate(move.foreign):
                 yield name, move.rule.give(tensors, which)
+        for rule in self._computed:
+            yield rule.theirs, rule.make()
 
 
 def identity(names: Iterable[str]) -> Layout:

@@ -85,6 +85,9 @@ def _hf(path: Path) -> Description:
     spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+    if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
+        # T5 and Marian start from padding, also where a file does not say so.
+        generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
 
 
