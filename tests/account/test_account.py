@@ -26,7 +26,8 @@ def filled_bytes(spec: ModelSpec, n_tokens: int, batch: int = 1) -> int:
     state = model.new_state(batch, max_len=n_tokens)
     with torch.inference_mode():
         model(torch.zeros(batch, n_tokens, dtype=torch.int64), state=state)
-    return sum(p.k.untyped_storage().nbytes() + p.v.untyped_storage().nbytes() for p in state.parts.values())
+    kept = [t for p in state.parts.values() for t in getattr(p, "tensors", None) or (p.k, p.v)]
+    return sum(t.untyped_storage().nbytes() for t in kept)
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -1,13 +1,15 @@
 """The same tokens give the same values, for every registered mechanism and arrangement."""
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import assert_close, drawn, small_models
-from law import CELLS, ROUTES, alone, check, documents, streams, values
-from phylon.spec import UserError, entries
+from law import CELLS, ROUTES, alone, check, chunked, documents, streams, values
+from phylon.spec import UserError, entries, registry
 
 NAMES = sorted(small_models())
 STREAMING = [name for name in NAMES if streams(drawn(name))]
@@ -29,6 +31,25 @@ def test_exceptions_name_known_cells() -> None:
     for entry in entries():
         assert set(entry.exceptions) <= set(CELLS), entry.kind
         assert all(reason.strip() for reason in entry.exceptions.values())
+
+
+def test_a_registered_exception_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell is skipped with the reason, every other cell still runs."""
+    entry = registry._entries["glu"]
+    monkeypatch.setitem(registry._entries, "glu", dataclasses.replace(entry, exceptions={"padding": "it cannot"}))
+    with pytest.raises(pytest.skip.Exception, match="registered exception: it cannot"):
+        check(drawn("causal-0"), "padding-left")
+    check(drawn("causal-0"), "batch")
+
+
+@pytest.mark.parametrize("name", ["window-0", "window-1", "attention-2", "alternating"])
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("cut", [(4, 4, 4), (3,) * 4, (2,) * 6, (7, 3, 1, 1, 1), (13,), (1,) * 13])
+def test_window_and_chunks(name: str, length: int, cut: tuple[int, ...]) -> None:
+    """Case 3: a window of 4 over 12 or 13 tokens in any chunks, wrapping the buffer at every phase."""
+    docs = documents(drawn(name), (length, length), seed=length)
+    for ours, theirs in zip(chunked(cut)(drawn(name), docs), alone(drawn(name), docs), strict=True):
+        assert_close(ours, theirs)
 
 
 def test_most_specs_stream() -> None:

@@ -49,10 +49,11 @@ def test_reorder_fork_rows(name: str) -> None:
     goes_on(model, state, [docs[1], docs[1], docs[2]])
 
 
+@pytest.mark.parametrize("lengths", [PREFIX, (4, 4, 4)])
 @pytest.mark.parametrize("name", FEW)
-def test_a_row_of_another_state_takes_a_place(name: str) -> None:
+def test_a_row_of_another_state_takes_a_place(name: str, lengths: tuple[int, ...]) -> None:
     model = drawn(name)
-    state, docs = fresh(model)
+    state, docs = fresh(model, lengths)
     other, others = fresh(model, (9, 1))
     state.insert([2, 0], other)
     goes_on(model, state, [others[1], docs[1], others[0]])
@@ -62,21 +63,48 @@ def test_a_row_of_another_state_takes_a_place(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("wanted", [[2, 2, 2], [6, 1, 3], 0, 4])
-def test_crop(name: str, wanted: int | list[int]) -> None:
+@pytest.mark.parametrize("lengths", [PREFIX, (4, 4, 4)])
+@pytest.mark.parametrize("wanted", [[2, 2, 2], [6, 1, 3], 0])
+def test_crop(name: str, wanted: int | list[int], lengths: tuple[int, ...]) -> None:
     model = drawn(name)
-    state, docs = fresh(model)
-    refused = next((reason for part in state.parts.values() if (reason := part.can_crop(state))), None)
-    if refused:
-        with pytest.raises(UserError, match=r"cannot crop the state of decoder\.blocks\."):
+    state, docs = fresh(model, lengths)
+    if any(part.can_crop(state) for part in state.parts.values()):
+        with pytest.raises(UserError, match=r"cannot crop the state of decoder.blocks"):
             state.crop(wanted)
-        assert state.lengths == list(PREFIX)
+        assert state.lengths == list(lengths)
         goes_on(model, state, docs)
         return
     state.crop(wanted)
     kept = [wanted] * 3 if isinstance(wanted, int) else wanted
     assert state.lengths == [min(n, len(doc)) for n, doc in zip(kept, docs, strict=True)]
     goes_on(model, state, [doc[:n] for n, doc in zip(kept, docs, strict=True)])
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_cropped_tokens_are_gone(name: str) -> None:
+    """A forgotten token of document 2 is no neighbour of the next document 2, at whatever position it stood."""
+    model = drawn(name)
+    tokens, state = torch.stack(documents(model, (4, 4))), model.new_state(2)
+    values(model, tokens, segments=torch.tensor([[1, 1, 1, 1], [0, 1, 1, 2]]), state=state)
+    if any(part.can_crop(state) for part in state.parts.values()):
+        pytest.skip("the window has wrapped")
+    state.crop([4, 1])
+    assert (state.lengths, state.last_segment, state.next_position) == ([4, 1], [1, 1], [4, 1])
+    values(model, tokens[:, :1], segments=torch.tensor([[1], [2]]), state=state)
+    goes_on(model, state, [torch.cat([tokens[0], tokens[0, :1]]), tokens[1, :1]])
+
+
+@pytest.mark.parametrize("name", ["causal-0", "attention-0", "learned_positions-0"])
+def test_rows_of_equal_length_need_not_be_aligned(name: str) -> None:
+    """Two documents in a row of the common length, inserted or left by a crop, are still two documents."""
+    model = drawn(name)
+    state, docs = fresh(model, (4, 4))
+    other, tokens = model.new_state(1), documents(model, (6,))[0]
+    values(model, tokens[None], segments=torch.tensor([[1, 2, 2, 2, 2, 2]]), state=other)
+    other.crop(4)
+    goes_on(model, other.rows([0]), [tokens[1:4]])
+    state.insert([1], other)
+    goes_on(model, state, [docs[0], tokens[1:4]])
 
 
 def test_crop_refuses_nonsense() -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import phylon.generate
 from phylon.generate import Sampling, generate, stream
 from phylon.generate.request import Options, make_requests
 from phylon.model import ModelSpec, build
@@ -205,6 +206,12 @@ def test_a_stream_leaves_the_callers_grad_mode_alone():
     next(pieces)
     assert torch.is_grad_enabled()
     assert not torch.is_inference_mode_enabled()
+
+
+def test_the_package_is_the_function_too():
+    made = toys.model()
+    called = phylon.generate(made, "hello", max_new_tokens=3)  # type: ignore[operator]
+    assert called == generate(made, "hello", max_new_tokens=3)
 
 
 BAD = [

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import GPT2Config
 
 from phylon.families import family
 from phylon.families.gpt2 import gpt2_spec
@@ -15,7 +14,10 @@ from .harness import (
     random_tokens,
     reference_logits,
     reference_to_ours,
+    transformers,
 )
+
+GPT2Config = transformers.GPT2Config
 
 SPECS = [
     *family("gpt2").cases(),

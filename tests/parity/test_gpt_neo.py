@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoders import VOCAB, check, close, padded, reference_logits, refuses, tokens_of, transformers
 
 import phylon
+from parity.decoders import VOCAB, check, close, padded, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
 from phylon.families.gpt3 import gpt3_spec
 from phylon.families.gpt_neo import read_config

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from decoders import VOCAB, check, refuses, transformers
 
+from parity.decoders import VOCAB, check, refuses, transformers
 from phylon.families.base import Config
 from phylon.families.gpt_neox import read_config
 

@@ -11,8 +11,16 @@ from torch import Tensor
 
 import phylon
 from phylon import UserError
+from phylon.checkpoint import Layout, MemorySource, Rename
 from phylon.families import family
+from phylon.families.base import Config
+from phylon.families.mamba import mamba_rules
+from phylon.layers.context import Context
+from phylon.layers.mixers.mamba import Mamba
+from phylon.layers.norms import RMSNorm
 from phylon.model import Model, build_meta
+from phylon.patterns import Records
+from phylon.spec.registry import build
 
 transformers = pytest.importorskip("transformers", reason="the reference needs transformers")
 
@@ -42,6 +50,11 @@ def reference(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
     config = getattr(transformers, f"{kind}Config")(**options)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    draw(model)
+    return model
+
+
+def draw(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         leaf = name.split(".", 2)[-1]
         with torch.no_grad():
@@ -55,7 +68,6 @@ def reference(kind: str, options: dict[str, Any], seed: int = 0) -> Any:
                 parameter.normal_(1.0, 0.3)
             else:
                 parameter.normal_(0, 2 / parameter[0].numel() ** 0.5)
-    return model
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -211,6 +223,56 @@ def test_configurations_that_do_not_fit(kind: str, change: dict[str, Any], words
         phylon.load(folder, device="cpu")
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+RELEASED = {"hidden_act": "silu", "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "expand": 2, "torch_dtype": "float32"}
+RELEASED |= {"time_step_floor": 1e-4, "time_step_init_scheme": "random", "time_step_max": 0.1, "time_step_min": 1e-3}
+RELEASED |= {"time_step_scale": 1.0, "use_bias": False, "use_cache": True, "use_conv_bias": True, "rms_norm": True}
+RELEASED |= {"rescale_prenorm_residual": False, "residual_in_fp32": True, "initializer_range": 0.1}
+
+
+def test_released_configurations_are_read() -> None:
+    """With the keys that the first releases wrote, of the authors' format and without effect."""
+    config = RELEASED | {"model_type": "mamba", "hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50_280}
+    config |= {"d_inner": 1536, "d_model": 768, "n_layer": 24, "intermediate_size": 1536, "ssm_cfg": {}}
+    config |= {"fused_add_norm": True, "pad_vocab_size_multiple": 8, "state_size": 16, "time_step_rank": 48}
+    assert read("mamba", config) == phylon.preset("mamba-130m")
+    with pytest.raises(UserError, match="'d_inner' is 1535"):
+        read("mamba", config | {"d_inner": 1535})
+    config = RELEASED | {"model_type": "mamba2", "hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32_768}
+    config |= {"chunk_size": 256, "head_dim": 64, "intermediate_size": 8192, "n_groups": 8, "num_heads": 128}
+    config |= {"norm_before_gate": True, "state_size": 128, "tie_word_embeddings": False, "time_step_rank": 256}
+    config |= {"time_step_limit": [0.0, float("inf")]}
+    assert read("mamba2", config) == phylon.preset("mamba-codestral-7b")
+    with pytest.raises(UserError, match="'rms_norm' is False"):
+        read("mamba2", config | {"rms_norm": False})
+
+
+def read(name: str, config: dict[str, Any]) -> phylon.ModelSpec:
+    hf = family(name).hf
+    assert hf is not None
+    return hf.read(Config(config))
+
+
+@torch.no_grad()
+def test_the_mixer_of_jamba() -> None:
+    """Its norms on dt, B and C are the mixer's ``inner_norm``."""
+    from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+
+    config = transformers.JambaConfig(
+        hidden_size=24, mamba_d_state=5, mamba_d_conv=3, mamba_dt_rank=3, mamba_proj_bias=True, rms_norm_eps=1e-4
+    )
+    theirs = JambaMambaMixer(config, layer_idx=0).eval()
+    draw(theirs)
+    op = Mamba(dt_rank=3, d_state=5, d_conv=3, bias=True, inner_norm=RMSNorm(eps=1e-4))
+    ours = build(op, 24)
+    rules: list[Any] = list(mamba_rules("", "", 48))
+    rules += [Rename(f"{n}_layernorm.weight", f"{n}_norm.weight") for n in ("dt", "b", "c")]
+    layout, source, mine = Layout(rules), MemorySource(theirs.state_dict()), dict(ours.named_parameters())
+    layout.load(layout.plan(source.tensors, {n: tuple(p.shape) for n, p in mine.items()}), source, mine)
+    x = torch.randn(2, 9, 24)
+    records = Records(torch.arange(9)[None])
+    assert_near(ours(x, Context(records=records, aligned=True)), theirs(x))
 
 
 def test_what_the_formats_cannot_say_is_saved_as_native_only(tmp_path: Path) -> None:

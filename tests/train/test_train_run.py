@@ -14,6 +14,7 @@ from train_toys import toy_spec
 from phylon import hub
 from phylon.data import Texts
 from phylon.spec import UserError
+from phylon.text import char_tokenizer
 from phylon.train import (
     Callback,
     Interrupted,
@@ -109,6 +110,17 @@ def test_a_run_goes_on_from_its_folder_as_if_never_stopped(tmp_path):
     again = train(recipe, out=tmp_path / "parts", resume=True, device="cpu")
     assert again.steps == 12
     assert losses(again.out) == losses(whole.out)
+
+
+def test_what_a_run_without_a_checkpoint_left_is_not_taken_for_its_own(tmp_path):
+    train(recipe_from_toml(SMALL), out=tmp_path / "whole", device="cpu")
+    out = tmp_path / "killed"
+    (out / "checkpoints" / ".writing-x").mkdir(parents=True)
+    (out / "recipe.toml").write_text("")
+    (out / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "loss": 9.0}\n')
+    char_tokenizer("other letters").save(out / "tokenizer")
+    train(recipe_from_toml(SMALL), out=out, resume=True, device="cpu")
+    assert losses(out) == losses(tmp_path / "whole")
 
 
 def test_a_spec_and_data_are_enough(tmp_path):

@@ -241,8 +241,8 @@ def test_a_time_budget_plans_the_steps_so_that_the_decay_completes(tmp_path, mon
     trainer = train(tmp_path, steps=100_000, max_minutes=10)
     steps, plans = log(tmp_path, "step"), log(tmp_path, "plan")
     assert 20 < len(steps) < 200
-    assert plans[0]["step"] == 8
-    assert len(steps) < plans[0]["total"]  # it became slower, and the plan shorter
+    assert [plan["step"] for plan in plans[:2]] == [2, 6]
+    assert len(steps) < max(plan["total"] for plan in plans) - 5  # it became slower, and the plan shorter
     assert 570 < trainer.state.seconds < 630
     assert steps[-1]["lr"] < 0.12 * max(r["lr"] for r in steps)  # the cosine ends at a tenth
 

@@ -49,7 +49,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes_total: int | None
     """The state of ``batch`` rows made for ``seq_len`` tokens."""
     state_index_bytes_total: int | None
-    """Positions and segments of the keys in that state, shared by mixers of one geometry; not in the figures above."""
+    """Positions and segments of the keys in that state, which mixers of one geometry share; not counted above."""
     state_refused: str | None
 
 

@@ -74,7 +74,7 @@ def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().view(-1)
     if flat.numel() == 0:
         return 0
-    return file.write(memoryview(flat.view(torch.uint8).numpy()))
+    return file.write(memoryview(flat.view(torch.uint8).numpy()))  # pyrefly: ignore[bad-argument-type] numpy arrays are buffers
 
 
 def finish(file: BinaryIO) -> None:

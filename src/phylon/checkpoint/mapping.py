@@ -66,6 +66,19 @@ class Layout:
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
         ]
 
+    def fit(self, names: Iterable[str]) -> tuple[float, float]:
+        """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""
+        rules = [[_regex(name) for name in (rule.theirs, *rule.aliases)] for rule in self.rules]
+        every = [(name, self._prefix + name) for name in names]
+
+        def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, str]) -> bool:
+            return any(regex.fullmatch(name) for regex in regexes for name in both)
+
+        drops = [regex for regex, _ in self._drops]
+        placed = sum(hits(drops, both) or any(hits(rule, both) for rule in rules) for both in every)
+        used = sum(any(hits(rule, both) for both in every) for rule in rules)
+        return placed / max(1, len(every)), used / max(1, len(rules))
+
     def plan(
         self, theirs: Mapping[str, TensorInfo], ours: Mapping[str, Shape], where: str = "the checkpoint"
     ) -> LoadPlan:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import phylon.layers  # noqa: F401 - registers the mechanisms
-from phylon.families.base import Family, families, family, gguf_format, hf_format, preset, presets
+from phylon.families.base import Family, families, family, family_of_preset, gguf_format, hf_format, preset, presets
 from phylon.model import Model
 from phylon.model import build as model_build
 from phylon.model.spec import ModelSpec
@@ -52,7 +52,10 @@ def build(
 ) -> Model:
     """A new model from a spec or a preset's name, drawn from ``seed``: the same on every device, fp32 by default."""
     spec = preset(spec_or_preset) if isinstance(spec_or_preset, str) else spec_or_preset
-    return model_build(spec, seed=seed, dtype=dtype, device=device)
+    model = model_build(spec, seed=seed, dtype=dtype, device=device)
+    if isinstance(spec_or_preset, str):
+        model.family = family_of_preset(spec_or_preset).name
+    return model
 
 
 def _from_builder(chosen: Family, arguments: dict[str, Any]) -> ModelSpec:

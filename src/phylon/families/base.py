@@ -8,11 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from phylon.checkpoint import Layout
+from phylon.checkpoint.files import quoted
 from phylon.checkpoint.source import TensorSource
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 
 _MISSING = object()
+MOST = 1e12
 
 # Keys of a config.json that say nothing about the maths: bookkeeping, training-only and task defaults. Special ids are
 # read apart, as generation defaults.
@@ -94,6 +96,12 @@ _NEUTRAL = frozenset(
 )
 
 
+def shown(value: Any) -> str:
+    """A value out of a file, fit for one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
+
+
 class Config:
     """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
 
@@ -130,29 +138,35 @@ class Config:
             return default
         if kind is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
             wanted = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
-            raise UserError(f"{self.where}: '{key}' must be {wanted}, got {value!r}")
+            raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(value)}")
+        if isinstance(value, str) and (len(value) > 100 or not value.isprintable()):
+            raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is no plain name")
         return value
 
     def size(self, key: str, default: Any = _MISSING, most: int = 2**28) -> int:
         """A whole number from 1 to ``most``, so that a hostile file cannot ask for the impossible."""
         value = self.take(key, default, int)
         if value is not None and not 1 <= value <= most:
-            raise UserError(f"{self.where}: '{key}' is {value}; it must be from 1 to {most}")
+            raise UserError(f"{self.where}: '{key}' is {shown(value)}; it must be from 1 to {most}")
         return value
 
     def depth(self, key: str) -> int:
         """A number of blocks or layers."""
         return self.size(key, most=4096)
 
-    def number(self, key: str, default: Any = _MISSING) -> float:
-        """A number."""
-        return float(self.take(key, default, (int, float)))
+    def number(self, key: str, default: Any = _MISSING, above: float = -MOST) -> float:
+        """A finite number above ``above`` (and at most 1e12: none that is meant is greater)."""
+        value = self.take(key, default, (int, float))
+        if not above < value <= MOST:
+            limits = f"above {above:g} and at most {MOST:g}" if above > -MOST else "a finite number of sensible size"
+            raise UserError(f"{self.where}: '{key}' is {shown(value)}; it must be {limits}")
+        return float(value)
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
         """Refuse a value that changes the maths in a way this family does not compute."""
         value = self.take(key, allowed[0])
         if value not in allowed:
-            raise UserError(f"{self.where}: '{key}' is {value!r}, which is not supported: {why}")
+            raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is not supported: {why}")
 
     def ignore(self, *keys: str) -> None:
         """Keys that do not change the maths of a forward pass."""
@@ -161,7 +175,7 @@ class Config:
     def finish(self) -> None:
         """Refuse what nobody read: an unknown key may change the maths."""
         if self._left:
-            names = ", ".join(f"'{key}'" for key in sorted(self._left)[:6])
+            names = ", ".join(quoted(key) for key in sorted(self._left)[:6])
             raise UserError(f"{self.where}: not understood, and it may change the maths: {names}")
 
 
@@ -232,11 +246,21 @@ def _folded(name: str) -> str:
 
 def preset(name: str) -> ModelSpec:
     """The spec of a named model; dashes, dots and case do not matter."""
+    return presets()[_preset_name(name)]()
+
+
+def family_of_preset(name: str) -> Family:
+    """The family that a named model belongs to."""
+    name = _preset_name(name)
+    return next(f for f in families() if name in f.presets)
+
+
+def _preset_name(name: str) -> str:
     known = presets()
-    found = known.get(name) or {_folded(key): make for key, make in known.items()}.get(_folded(name))
+    found = name if name in known else {_folded(key): key for key in known}.get(_folded(name))
     if found is None:
         raise UserError(f"unknown preset '{name}'{did_you_mean(name, known)}")
-    return found()
+    return found
 
 
 def hf_format(model_type: str) -> tuple[Family, HFFormat]:
@@ -244,7 +268,7 @@ def hf_format(model_type: str) -> tuple[Family, HFFormat]:
     known = {m: f for f in families() if f.hf for m in f.hf.model_types}
     found = known.get(model_type)
     if found is None or found.hf is None:
-        raise UserError(f"unknown model_type '{model_type}'{did_you_mean(model_type, known)}")
+        raise UserError(f"unknown model_type {quoted(model_type)}{did_you_mean(model_type, known)}")
     return found, found.hf
 
 
@@ -253,5 +277,5 @@ def gguf_format(architecture: str) -> tuple[Family, GGUFFormat]:
     known = {a: f for f in families() if f.gguf for a in f.gguf.architectures}
     found = known.get(architecture)
     if found is None or found.gguf is None:
-        raise UserError(f"unknown GGUF architecture '{architecture}'{did_you_mean(architecture, known)}")
+        raise UserError(f"unknown GGUF architecture {quoted(architecture)}{did_you_mean(architecture, known)}")
     return found, found.gguf

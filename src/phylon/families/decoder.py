@@ -197,3 +197,13 @@ def fused_qkv(theirs: str, attention: Attention) -> Fused:
     width, groups = attention.head_dim, attention.n_kv_heads
     ours = tuple(f"decoder.blocks.{{i}}.attn.{name}_proj.{{p}}" for name in "qkv")
     return Fused(theirs, ours, interleaved(groups, (attention.n_heads // groups * width, width, width)))
+
+
+def layer_kinds(config: Config, n_layers: int) -> list[str] | None:
+    """``layer_types``, one a block, or ``None`` where the config has none."""
+    kinds = config.take("layer_types", None, list)
+    if kinds is None:
+        return None
+    if len(kinds) != n_layers or not all(kind in ("full_attention", "sliding_attention") for kind in kinds):
+        raise UserError(f"{config.where}: 'layer_types' must say full_attention or sliding_attention, {n_layers} times")
+    return kinds

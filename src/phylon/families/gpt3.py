@@ -5,7 +5,8 @@ et al. (arXiv:1904.10509), section 4.3. No weights were released, so there is no
 is a GPT-2 file.
 
 Table 2.1 is followed to the letter, also where n_heads x d_head is not d_model: 1.3B (24 x 128 beside 2048, which makes
-it 1.5 B parameters) and 13B (40 x 128 beside 5140). The paper does not publish the width of the band; 256 is that of GPT-Neo, its open replication.
+it 1.5 B parameters) and 13B (40 x 128 beside 5140). The paper does not publish the width of the band; 256 is that of
+GPT-Neo, its open replication.
 """
 
 from functools import partial

@@ -7,6 +7,7 @@ Llama 3 (arXiv:2407.21783), section 3.2 and table 3.
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from phylon.checkpoint import Drop, Layout, PermuteRotary, Rename, Rule, TensorSource, Tied
@@ -116,6 +117,11 @@ def write_shared(spec: ModelSpec) -> dict[str, Any]:
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
+    return Layout(hf_rules(spec))
+
+
+def hf_rules(spec: ModelSpec) -> list[Rule | Drop]:
+    """The rules that LLaMA's descendants share."""
     theirs, ours = "model.layers.{i}.", "decoder.blocks.{i}."
     rules: list[Rule | Drop] = [
         _embedding(spec, "model.embed_tokens.weight", "lm_head.weight"),
@@ -131,7 +137,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
     ]
     if not is_tied(spec):
         rules.append(Rename("lm_head.weight", "heads.lm.proj.weight"))
-    return Layout(rules)
+    return rules
 
 
 def _embedding(spec: ModelSpec, name: str, head: str) -> Rule:
@@ -149,8 +155,8 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
     metadata.expect(prefix + "expert_count", 0, why="mixtures of experts come with their own family")
     rotary_dim = metadata.size(prefix + "rope.dimension_count", head_dim)
     embedding = source.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise UserError(f"{metadata.where} lacks the tensor 'token_embd.weight'")
+    if embedding is None or len(embedding.shape) != 2:
+        raise UserError(f"{metadata.where} lacks the matrix 'token_embd.weight'")
     vocab_size = metadata.size(prefix + "vocab_size", embedding.shape[0])
     spec = llama_spec(
         d_model=d_model,
@@ -161,9 +167,9 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
         d_ff=metadata.size(prefix + "feed_forward_length"),
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,
-        eps=metadata.number(prefix + "attention.layer_norm_rms_epsilon"),
+        eps=_shortest(metadata.number(prefix + "attention.layer_norm_rms_epsilon")),
         rotary=Rotary(
-            theta=metadata.number(prefix + "rope.freq_base", 10_000.0),
+            theta=_shortest(metadata.number(prefix + "rope.freq_base", 10_000.0)),
             dim=None if rotary_dim == head_dim else rotary_dim,
             scaling=_read_gguf_scaling(metadata, source, max_seq_len),
         ),
@@ -175,13 +181,20 @@ def read_gguf(metadata: Config, source: TensorSource) -> ModelSpec:
     return spec
 
 
+def _shortest(number: float) -> float:
+    """1e-5 where the file holds the float32 nearest to it: what was meant, and the same in fp32."""
+    return float(str(np.float32(number))) if float(np.float32(number)) == number else number
+
+
 def _read_gguf_scaling(metadata: Config, source: TensorSource, max_seq_len: int) -> Any:
     prefix = "llama.rope.scaling."
     kind = metadata.take(prefix + "type", "none", str)
-    factor = metadata.number(prefix + "factor", 1.0)
+    factor = _shortest(metadata.number(prefix + "factor", 1.0))
     original = metadata.size(prefix + "original_context_length", max_seq_len)
     metadata.ignore(prefix + "finetuned")
     if "rope_freqs.weight" in source.tensors:
+        if kind != "none":
+            raise UserError(f"{metadata.where} scales its frequencies twice: by 'rope_freqs.weight' and by '{kind}'")
         return FrequencyFactors(factors=tuple(source.read("rope_freqs.weight").double().tolist()))
     if kind == "linear":
         return LinearScaling(factor=factor)

@@ -1,12 +1,13 @@
-"""Mamba: a stack of selective state-space blocks, without attention. Gu and Dao (arXiv:2312.00752), section 3.4, table 12.
+"""Mamba: a stack of selective state-space blocks, without attention.
 
-The released models pad the vocabulary of GPT-NeoX to 50,280 and tie the head to the embedding.
+Gu and Dao (arXiv:2312.00752), section 3.4 and table 12. The released models pad the vocabulary of GPT-NeoX to 50,280
+and tie the head to the embedding.
 """
 
 from functools import partial
 from typing import Any
 
-from phylon.checkpoint import Concat, Drop, Layout, Rename, Reshaped, Rule, Tied
+from phylon.checkpoint import Concat, Layout, Rename, Reshaped, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import TIED_HEAD, activation_name, decoder_of, hf_activation, is_tied, op_of, part
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -70,7 +71,9 @@ def mixer_stack(
 def read_shared(config: Config) -> dict[str, Any]:
     """The keys that Mamba and Mamba-2 configurations have in common, as arguments of both builders."""
     # How a new model is drawn, and in which precision the residual stream is kept: no part of the maths.
-    config.ignore("time_step_floor", "rescale_prenorm_residual", "residual_in_fp32")
+    config.ignore("time_step_floor", "time_step_scale", "time_step_init_scheme")
+    config.ignore("rescale_prenorm_residual", "residual_in_fp32")
+    config.expect("rms_norm", True, why="the norms are RMSNorms")
     return {
         "d_model": config.size("hidden_size"),
         "n_layers": config.depth("num_hidden_layers"),
@@ -110,8 +113,12 @@ def read_config(config: Config) -> ModelSpec:
     expand = config.size("expand", 2, most=64)
     rank = config.take("time_step_rank", "auto", (int, str))
     config.expect("intermediate_size", expand * shared["d_model"], why="the inner width is expand x hidden_size")
-    config.ignore("time_step_scale", "time_step_init_scheme")  # how dt_proj of a new model is drawn
-    config.ignore("use_mambapy", "use_associative_scan")  # which code runs the scan
+    # Which code runs the scan, and what the released configurations say twice or keep of the authors' own format.
+    config.ignore("use_mambapy", "use_associative_scan", "fused_add_norm", "pad_vocab_size_multiple")
+    config.expect("d_model", shared["d_model"], why="it must equal hidden_size")
+    config.expect("n_layer", shared["n_layers"], why="it must equal num_hidden_layers")
+    config.expect("d_inner", expand * shared["d_model"], why="the inner width is expand x hidden_size")
+    config.expect("ssm_cfg", {}, why="the options of the block have keys of their own")
     spec = mamba_spec(
         **shared,
         expand=expand,
@@ -136,41 +143,44 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 def hf_layout(spec: ModelSpec) -> Layout:
     stack = decoder_of(spec)
-    theirs, ours = "backbone.layers.{i}.mixer.", "decoder.blocks.{i}.mixer."
     inner = op_of(stack, "mixer", Mamba).expand * stack.d_model
-    return Layout(
-        [
-            *shared_rules(spec),
-            Concat(theirs + "in_proj.{p}", (ours + "in_proj.{p}", ours + "gate_proj.{p}"), (inner, inner)),
-            Rename(theirs + "x_proj.weight", ours + "x_proj.weight"),
-            Rename(theirs + "dt_proj.weight", ours + "dt_proj.weight"),
-            Rename(theirs + "dt_proj.bias", ours + "dt_bias"),
-        ]
-    )
+    return Layout([*stack_rules(spec), *mamba_rules("backbone.layers.{i}.mixer.", "decoder.blocks.{i}.mixer.", inner)])
 
 
-def shared_rules(spec: ModelSpec) -> list[Rule | Drop]:
-    """Everything but the maps into the scan, which Mamba and Mamba-2 lay out each in its way."""
-    theirs, ours = "backbone.layers.{i}.", "decoder.blocks.{i}."
+def mamba_rules(theirs: str, ours: str, inner: int) -> list[Rule]:
+    """A Mamba mixer of ``inner`` channels under a prefix; Jamba's layout has the same names and three norms more."""
+    return [
+        *mixer_rules(theirs, ours),
+        Concat(theirs + "in_proj.{p}", (ours + "in_proj.{p}", ours + "gate_proj.{p}"), (inner, inner)),
+        Rename(theirs + "x_proj.weight", ours + "x_proj.weight"),
+        Rename(theirs + "dt_proj.weight", ours + "dt_proj.weight"),
+        Rename(theirs + "dt_proj.bias", ours + "dt_bias"),
+    ]
+
+
+def mixer_rules(theirs: str, ours: str) -> list[Rule]:
+    """What the mixers of Mamba and Mamba-2 have in common: all but the maps into the scan."""
+    return [
+        Rename(theirs + "A_log", ours + "A_log"),
+        Rename(theirs + "D", ours + "D"),
+        # A depthwise convolution's weight is stored (channels, 1, width).
+        Reshaped(theirs + "conv1d.weight", ours + "conv.weight", lambda w: w.squeeze(1), lambda w: w.unsqueeze(1)),
+        Rename(theirs + "conv1d.bias", ours + "conv.bias"),
+        Rename(theirs + "out_proj.{p}", ours + "out_proj.{p}"),
+    ]
+
+
+def stack_rules(spec: ModelSpec) -> list[Rule]:
+    """Embedding, norms and head of ``mixer_stack``."""
     # The authors' own checkpoints call the embedding in the singular.
     other = "backbone.embedding.weight"
     names = ("lm_head.weight", other) if is_tied(spec) else (other,)
-    rules: list[Rule | Drop] = [
+    rules: list[Rule] = [
         Tied("backbone.embeddings.weight", "decoder.embed.tokens.weight", names),
-        Rename(theirs + "norm.weight", ours + "mixer_norm.weight"),
-        Rename(theirs + "mixer.A_log", ours + "mixer.A_log"),
-        Rename(theirs + "mixer.D", ours + "mixer.D"),
-        # A depthwise convolution's weight is stored (channels, 1, width).
-        Reshaped(
-            theirs + "mixer.conv1d.weight", ours + "mixer.conv.weight", lambda w: w.squeeze(1), lambda w: w.unsqueeze(1)
-        ),
-        Rename(theirs + "mixer.conv1d.bias", ours + "mixer.conv.bias"),
-        Rename(theirs + "mixer.out_proj.{p}", ours + "mixer.out_proj.{p}"),
+        Rename("backbone.layers.{i}.norm.weight", "decoder.blocks.{i}.mixer_norm.weight"),
         Rename("backbone.norm_f.weight", "decoder.norm_final.weight"),
     ]
-    if not is_tied(spec):
-        rules.append(Rename("lm_head.weight", "heads.lm.proj.weight"))
-    return rules
+    return rules if is_tied(spec) else [*rules, Rename("lm_head.weight", "heads.lm.proj.weight")]
 
 
 def _cases() -> list[ModelSpec]:

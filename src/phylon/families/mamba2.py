@@ -9,7 +9,7 @@ from typing import Any
 from phylon.checkpoint import Concat, Layout, Rename
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, op_of
-from phylon.families.mamba import mixer_stack, read_shared, shared_rules, write_shared
+from phylon.families.mamba import mixer_rules, mixer_stack, read_shared, stack_rules, write_shared
 from phylon.layers.mixers.mamba2 import Mamba2
 from phylon.layers.norms import RMSNorm
 from phylon.model.spec import ModelSpec
@@ -66,7 +66,9 @@ def read_config(config: Config) -> ModelSpec:
     expand = n_heads * head_dim / shared["d_model"]
     config.expect("expand", expand, why="num_heads x head_dim must be expand x hidden_size")
     low, high = _limits(config)
-    config.ignore("chunk_size", "time_step_rank")  # how the scan is cut up; a leftover of Mamba without effect
+    config.expect("intermediate_size", n_heads * head_dim, why="the inner width is num_heads x head_dim")
+    # How the scan is cut up; and leftovers without effect: the norm always comes after the gate, whatever is written.
+    config.ignore("chunk_size", "time_step_rank", "norm_before_gate")
     spec = mamba2_spec(
         **shared,
         n_heads=n_heads,
@@ -98,6 +100,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         raise UserError(f"this format needs n_heads x head_dim, {mixer.inner}, to be a multiple of {stack.d_model}")
     if not isinstance(stack.norm_final, RMSNorm) or stack.norm_final.eps != mixer.eps:
         raise UserError("this format has one eps for all norms")
+    bounds = [mixer.dt_low, {"__float__": "Infinity"} if mixer.dt_high is None else mixer.dt_high]
     return {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -106,7 +109,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "head_dim": mixer.head_dim,
         "n_groups": mixer.n_groups,
         "expand": mixer.inner // stack.d_model,
-        "time_step_limit": [mixer.dt_low, {"__float__": "Infinity"} if mixer.dt_high is None else mixer.dt_high],
+        **({} if mixer.dt_low == 0 and mixer.dt_high is None else {"time_step_limit": bounds}),
     }
 
 
@@ -116,7 +119,8 @@ def hf_layout(spec: ModelSpec) -> Layout:
     parts = tuple(f"{ours}{name}.{{p}}" for name in ("gate_proj", "in_proj", "dt_proj"))
     return Layout(
         [
-            *shared_rules(spec),
+            *stack_rules(spec),
+            *mixer_rules(theirs, ours),
             Concat(theirs + "in_proj.{p}", parts, (mixer.inner, sum(mixer.widths), mixer.n_heads)),
             Rename(theirs + "dt_bias", ours + "dt_bias"),
             Rename(theirs + "norm.weight", ours + "norm.weight"),
@@ -147,6 +151,9 @@ register_family(
             "mamba2-780m": partial(_mamba2, d_model=1536, n_layers=48),
             "mamba2-1.3b": partial(_mamba2, d_model=2048, n_layers=48),
             "mamba2-2.7b": partial(_mamba2, d_model=2560, n_layers=64),
+            "mamba-codestral-7b": partial(
+                mamba2_spec, d_model=4096, n_layers=64, n_groups=8, vocab_size=32_768, tied=False
+            ),
         },
         cases=_cases,
         hf=HFFormat(model_types=("mamba2",), read=read_config, write=write_config, layout=hf_layout),
@@ -156,6 +163,7 @@ register_family(
             "mamba2-780m": 780_161_280,
             "mamba2-1.3b": 1_343_757_312,
             "mamba2-2.7b": 2_702_599_680,
+            "mamba-codestral-7b": 7_285_403_648,
         },
     )
 )

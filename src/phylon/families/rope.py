@@ -24,6 +24,8 @@ def read_rotary(
     scaling = config.take("rope_scaling", None, dict)
     newer = config.take("rope_parameters", None, dict)
     if newer is not None:
+        if scaling is not None and scaling != newer:
+            raise UserError(f"{config.where} has both rope_parameters and rope_scaling, and they differ: remove one")
         table = Config(
             {("rope_type" if k == "type" else k): v for k, v in newer.items()}, f"{config.where} rope_parameters"
         )
@@ -46,32 +48,33 @@ def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling 
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearScaling(factor=table.number("factor"))
-    original = int(table.number("original_max_position_embeddings", max_seq_len))
+        return LinearScaling(factor=table.number("factor", above=0))
+    original = int(table.number("original_max_position_embeddings", max_seq_len, above=0.5))
     if kind == "dynamic":
         # Static at the length the model was made for: an override of ``seq_len`` stretches it further.
-        factor = table.number("factor")
+        factor = table.number("factor", above=0)
         return DynamicNTKScaling(factor=factor, original_max_seq_len=max_seq_len, seq_len=max_seq_len)
     if kind == "llama3":
         return Llama3Scaling(
-            factor=table.number("factor"),
-            low_freq_factor=table.number("low_freq_factor"),
-            high_freq_factor=table.number("high_freq_factor"),
+            factor=table.number("factor", above=0),
+            low_freq_factor=table.number("low_freq_factor", above=0),
+            high_freq_factor=table.number("high_freq_factor", above=0),
             original_max_seq_len=original,
         )
     if kind == "yarn":
-        factor = table.number("factor", max_seq_len / original)
-        attention = table.take("attention_factor", None, (int, float))
-        mscale = table.take("mscale", None, (int, float))
-        mscale_all = table.take("mscale_all_dim", None, (int, float))
+        factor = table.number("factor", max_seq_len / original, above=0)
+        attention, mscale, mscale_all = (
+            table.number(key) if table.take(key, None) is not None else None
+            for key in ("attention_factor", "mscale", "mscale_all_dim")
+        )
         if attention is None and mscale and mscale_all:
             attention = _mscale(factor, mscale) / _mscale(factor, mscale_all)
         return YarnScaling(
             factor=factor,
             original_max_seq_len=original,
-            beta_fast=table.number("beta_fast", 32.0),
-            beta_slow=table.number("beta_slow", 1.0),
-            attention_factor=None if attention is None else float(attention),
+            beta_fast=table.number("beta_fast", 32.0, above=0),
+            beta_slow=table.number("beta_slow", 1.0, above=0),
+            attention_factor=attention,
             round_ramp=table.take("truncate", True, bool),
         )
     known = "default, linear, dynamic, yarn, llama3"

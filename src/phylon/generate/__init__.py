@@ -1,21 +1,25 @@
 """Text from a model: generation and streaming over its state, scores of given texts, conversations."""
 
+from phylon.generate.beam import Hypothesis, beam_search
 from phylon.generate.chat import ChatSession
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
 from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
+from phylon.spec.package import make_callable
 
 __all__ = [
     "Batch",
     "ChatSession",
     "Generation",
+    "Hypothesis",
     "Options",
     "Request",
     "Sampling",
     "Score",
     "TextStream",
+    "beam_search",
     "encode",
     "generate",
     "run",
@@ -23,3 +27,6 @@ __all__ = [
     "score_choices",
     "stream",
 ]
+
+
+make_callable(__name__)

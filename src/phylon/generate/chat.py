@@ -27,7 +27,8 @@ class ChatSession:
     def __init__(self, model: Model, system: str | None = None, **options: Any) -> None:
         self._tokenizer = needed_tokenizer(model)
         self.model = model
-        self.options = Options(**({"max_new_tokens": _MAX_NEW_TOKENS} | options))
+        options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)
+        self.options = Options(**options)
         self.system = system
         self.reset()
 
@@ -78,14 +79,15 @@ class ChatSession:
         """The request of the next turn, and how many messages had to be left out of it."""
         limit, first = self.model.spec.max_seq_len, int(messages[0]["role"] == "system")
         least = 1 if limit is None else max(1, min(self.options.max_new_tokens, limit // 4))
+        n_ids = 0
         starts = [i for i, message in enumerate(messages) if i >= first and message["role"] == "user"]
         for start in starts:
             ids = self._tokenizer.chat_ids([*messages[:first], *messages[start:]])
-            last = start == starts[-1]
-            if limit is None or len(ids) + (1 if last else least) <= limit:
+            n_ids = len(ids)
+            if limit is None or n_ids + (1 if start == starts[-1] else least) <= limit:
                 request = make_requests(self.model, [ids], self.options)[0]
                 return replace(request, stream=self._turn), start - first
-        raise UserError(f"the message makes a prompt of {len(ids)} tokens and the model takes {limit}; shorten it")
+        raise UserError(f"the message makes a prompt of {n_ids} tokens and the model takes {limit}; shorten it")
 
     def _take_state(self, prompt: tuple[int, ...]) -> tuple[State, int]:
         """A state, and how many tokens of ``prompt`` it holds: their longest common beginning with the last turn."""

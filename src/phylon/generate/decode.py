@@ -1,6 +1,6 @@
 """Prefill and decode over a state: one loop for one prompt or many, at once or as a stream."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
@@ -129,17 +129,7 @@ class Batch:
         if self.state is None:
             most = max(len(row.request.prompt) + row.request.max_new_tokens for row in self._live)
             self.state = self.model.new_state(len(prompts), max_len=most)
-        width, device = max(map(len, prompts)), self.model.device
-        tokens = torch.tensor([(0,) * (width - len(p)) + p for p in prompts], device=device)
-        segments = None
-        if any(len(p) < width for p in prompts):
-            segments = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-        for start in range(0, width, self._prefill_chunk):
-            end = min(start + self._prefill_chunk, width)
-            part = None if segments is None else segments[:, start:end]
-            wanted = "last" if end == width else "none"
-            out = self.model(tokens[:, start:end], segments=part, state=self.state, logits=wanted)
-        return _scores(out.logits)
+        return prefill(self.model, self.state, prompts, self._prefill_chunk)
 
     def _feed(self) -> Tensor:
         """Read the last token of every open row; the scores (B, V) of what follows."""
@@ -154,7 +144,7 @@ class Batch:
         device = self.model.device
         tokens = torch.tensor([[row.tokens[-1] if row.open else 0] for row in self._live], device=device)
         segments = None if all(is_open) else torch.tensor(is_open, device=device).long()[:, None]
-        return _scores(self.model(tokens, segments=segments, state=self.state, logits="last").logits)
+        return next_scores(self.model, self.state, tokens, segments)
 
     def _choose(self, scores: Tensor) -> None:
         rows = self._live
@@ -183,8 +173,23 @@ class Batch:
                 row.accept(token, logprob)
 
 
-def _scores(logits: Tensor) -> Tensor:
-    """(B, V) in fp32 from the model's (B, 1, V)."""
+def prefill(model: Model, state: State, prompts: Sequence[Sequence[int]], chunk: int) -> Tensor:
+    """Read the prompts into ``state``, padded on the left, ``chunk`` tokens at a time; the scores (B, V) after them."""
+    width, device = max(map(len, prompts)), model.device
+    tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
+    segments = None
+    if any(len(p) < width for p in prompts):
+        segments = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    last = (width - 1) // chunk * chunk
+    for start in range(0, last, chunk):
+        part = None if segments is None else segments[:, start : start + chunk]
+        model(tokens[:, start : start + chunk], segments=part, state=state, logits="none")
+    return next_scores(model, state, tokens[:, last:], None if segments is None else segments[:, last:])
+
+
+def next_scores(model: Model, state: State, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Append ``tokens`` (B, T) to ``state``; the scores (B, V) in fp32 after each row's last real one."""
+    logits = model(tokens, segments=segments, state=state, logits="last").logits
     return logits[:, -1].float()
 
 
@@ -197,10 +202,11 @@ def _seen(rows: Sequence[Row], like: Tensor) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: Model) -> Iterator[None]:
+def evaluating(model: Model) -> Generator[None, None, None]:
     """Inference mode, and eval mode for a model that is being trained."""
     modes = [(module, module.training) for module in model.modules()] if model.training else []
-    model.train(False) if modes else None
+    if modes:
+        model.eval()
     try:
         with torch.inference_mode():
             yield

@@ -16,6 +16,7 @@ from phylon.spec import Spec, UserError
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FEW = 1024
 
 
 class Sampling(Spec, frozen=True, kw_only=True):
@@ -89,8 +90,13 @@ def sample(logits: Tensor, settings: Settings, keys: Sequence[int], seen: Tensor
     scores = shaped(logits, settings, seen)
     if settings.greedy:
         return scores.argmax(-1)
-    noise = gumbel(keys, logits.shape[-1], logits.device)
-    return (scores + noise.masked_fill(settings.temperature == 0, 0)).argmax(-1)
+    if settings.most_k < scores.shape[-1]:
+        few, ids = scores.topk(settings.most_k)
+    else:
+        few, ids = scores, torch.arange(scores.shape[-1], device=scores.device)[None]
+    winner = (few + gumbel(keys, ids)).argmax(-1, keepdim=True)
+    drawn = ids.expand(len(scores), -1).gather(-1, winner)[:, 0]
+    return torch.where(settings.temperature[:, 0] == 0, scores.argmax(-1), drawn)
 
 
 def shaped(logits: Tensor, settings: Settings, seen: Tensor | None = None) -> Tensor:
@@ -126,11 +132,16 @@ def top_k_only(logits: Tensor, k: Tensor, most: int) -> Tensor:
 
 def top_p_only(logits: Tensor, p: Tensor, most: int) -> Tensor:
     """Only the fewest best scores whose probabilities sum to at least ``p`` (B, 1); at most ``most`` are finite."""
-    ordered = logits.topk(most).values if most < logits.shape[-1] else logits.sort(descending=True).values
-    probs = torch.softmax(ordered, -1)
-    before = probs.cumsum(-1) - probs
-    count = (before < p).sum(-1, keepdim=True).clamp(min=1)
-    return _best(logits, ordered, torch.where(p < 1, count, ordered.shape[-1]))
+    total = logits.logsumexp(-1, keepdim=True)
+    # The fewest are nearly always few, and sorting the whole vocabulary is slow.
+    for size in (min(_FEW, most), most):
+        all_of_them = size == logits.shape[-1]
+        ordered = logits.sort(descending=True).values if all_of_them else logits.topk(size).values
+        probs = (ordered - total).exp()
+        count = (probs.cumsum(-1) - probs < p).sum(-1, keepdim=True).clamp(min=1)
+        if size == most or bool(((count < size) & (p < 1)).all()):
+            break
+    return _best(logits, ordered, torch.where(p < 1, count, size))
 
 
 def min_p_only(logits: Tensor, p: Tensor) -> Tensor:
@@ -146,18 +157,18 @@ def _best(logits: Tensor, ordered: Tensor, count: Tensor) -> Tensor:
     return logits.masked_fill(~(above | (tied & (tied.cumsum(-1) <= room))), -math.inf)
 
 
-def gumbel(keys: Sequence[int], n: int, device: torch.device) -> Tensor:
-    """Gumbel noise (B, n) in fp32; entry ``i`` of a row is the ``i``-th number of SplitMix64 seeded with the row's key.
+def gumbel(keys: Sequence[int], ids: Tensor) -> Tensor:
+    """Gumbel noise (B, n) in fp32 for ``ids`` (B or 1, n): of id ``i``, number ``i`` of SplitMix64 seeded with the key.
 
-    Steele, Lea and Flood (OOPSLA 2014), figure 16. The same on every device, for every batch.
+    Steele, Lea and Flood (OOPSLA 2014), figure 16. The same in every batch and for every selection of ids.
     """
-    key = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=device)[:, None]
-    z = torch.arange(1, n + 1, device=device) * _signed(_GOLDEN) + key
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    z = z ^ _shifted(z, 31)
-    uniform = ((_shifted(z, 11).float() + 0.5) * 2.0**-53).clamp_(max=1 - 2.0**-24)
-    return (-torch.log1p(-uniform)).log_().neg_()
+    key = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=ids.device)[:, None]
+    z = (ids + 1) * _signed(_GOLDEN) + key
+    z = z.bitwise_xor_(_shifted(z, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    z = z.bitwise_xor_(_shifted(z, 27)).mul_(_signed(0x94D049BB133111EB))
+    z = z.bitwise_xor_(_shifted(z, 31))
+    uniform = _shifted(z, 11).float().add_(0.5).mul_(2.0**-53).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
 
 
 def draw_key(seed: int, stream: int, step: int) -> int:
@@ -181,4 +192,4 @@ def _signed(value: int) -> int:
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
     """A logical shift to the right; that of signed tensors is arithmetic."""
-    return (z >> bits) & (2 ** (64 - bits) - 1)
+    return (z >> bits).bitwise_and_(2 ** (64 - bits) - 1)

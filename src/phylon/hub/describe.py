@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
+from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config
 from phylon.hub.names import find_model
@@ -19,7 +20,10 @@ NATIVE_CONFIG = "phylon.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file."""
+    """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file.
+
+    ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
+    """
 
     path: Path
     format: Literal["native", "hf", "gguf"]
@@ -27,6 +31,7 @@ class Description:
     spec: ModelSpec
     generation: GenerationDefaults
     source: TensorSource | None = None
+    written_as: str | None = None
 
 
 def describe(path_or_name: str | Path) -> Description:
@@ -51,11 +56,23 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
+        unknown = [key for key in data if key not in ("schema", "family", "model", "generation")]
+        if unknown:
+            raise UserError(f"unknown key {quoted(unknown[0])}")
+        if not isinstance(data.get("family", ""), str):
+            raise UserError(f"'family' must be a name, got {data['family']!r}")
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
-    return Description(path=path, format="native", family=None, spec=spec, generation=generation)
+    return Description(
+        path=path,
+        format="native",
+        family=None,
+        spec=spec,
+        generation=generation,
+        written_as=data.get("family"),
+    )
 
 
 def _hf(path: Path) -> Description:
@@ -71,7 +88,7 @@ def _hf(path: Path) -> Description:
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
-    return Description(path=path, format="hf", family=family, spec=spec, generation=generation)
+    return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
 
 
 def _stored_names(path: Path) -> frozenset[str] | None:
@@ -91,7 +108,15 @@ def _gguf(path: Path) -> Description:
     own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
     spec = fmt.read(Config(own, str(path)), source)
     nothing = GenerationDefaults()
-    return Description(path=path, format="gguf", family=family, spec=spec, generation=nothing, source=source)
+    return Description(
+        path=path,
+        format="gguf",
+        family=family,
+        spec=spec,
+        generation=nothing,
+        source=source,
+        written_as=family.name,
+    )
 
 
 def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
@@ -126,14 +151,9 @@ def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
             f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first"
         )
     if data.get("quantization_config"):
-        method = (
-            data["quantization_config"].get("quant_method", "unknown")
-            if isinstance(data["quantization_config"], dict)
-            else "unknown"
-        )
-        raise UserError(
-            f"{path / 'config.json'}: weights quantised by '{method}' are not read; use GGUF or full weights"
-        )
+        table = data["quantization_config"]
+        method = quoted(str(table.get("quant_method", "unknown") if isinstance(table, dict) else "unknown"))
+        raise UserError(f"{path / 'config.json'}: weights quantised by {method} are not read; use GGUF or full weights")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Loading: the format by what is there, the spec from its configuration, every check before memory is allocated."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,10 @@ import torch
 
 from phylon.checkpoint import Layout, TensorSource, identity, open_safetensors
 from phylon.checkpoint.source import DTYPES
-from phylon.hub.describe import describe
+from phylon.families import families
+from phylon.hub.describe import Description, describe
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
+from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 _COMPUTE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -27,17 +30,13 @@ def load(
         UserError: the path, format, configuration or tensors do not fit; one line says what and how to mend it.
     """
     found = describe(path_or_name)
-    if found.family is None:
-        source, layout = open_safetensors(found.path), None
-    elif found.format == "hf":
-        assert found.family.hf is not None
-        source, layout = open_safetensors(found.path), found.family.hf.layout(found.spec)
-    else:
-        assert found.family.gguf is not None
-        assert found.source is not None
-        source, layout = found.source, found.family.gguf.layout(found.spec)
-    model = _filled(found.spec, source, layout, found.path, dtype, device)
+    source = found.source or open_safetensors(found.path)
+    model = _shaped(found.spec, source, found.path)
+    layout = _layout(found, model)
+    _check_family(found, layout, source)
+    _fill(model, source, layout, found.path, dtype, device)
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
+    model.family = found.written_as
     if found.format == "gguf":
         model.tokenizer, model.generation = _gguf_vocabulary(source)
     return model.eval()
@@ -49,15 +48,52 @@ def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
-def _filled(spec: ModelSpec, source: TensorSource, layout: Layout | None, path: Path, dtype: Any, device: Any) -> Model:
-    model = build_meta(spec)
-    layout = layout or identity(stored_tensors(model))
+def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
+    """The model without memory, once its sizes are known to be possible and within what the files hold."""
+    try:
+        model = build_meta(spec)
+    except UserError as error:
+        raise UserError(f"the configuration of '{path}' cannot be built: {error}") from None
+    except (RuntimeError, OverflowError):
+        raise UserError(f"the configuration of '{path}' asks for impossible sizes; correct it") from None
+    held = sum(math.prod(info.shape) for info in source.tensors.values())
+    for name, tensor in stored_tensors(model).items():
+        if tensor.numel() > held:
+            raise UserError(
+                f"'{path}' does not hold what its configuration says: {name} is {tuple(tensor.shape)}, "
+                f"and all its tensors together have {held} numbers"
+            )
+    return model
+
+
+def _layout(found: Description, model: Model) -> Layout:
+    if found.family is None:
+        return identity(stored_tensors(model))
+    fmt = found.family.hf if found.format == "hf" else found.family.gguf
+    assert fmt is not None
+    return fmt.layout(found.spec)
+
+
+def _check_family(found: Description, layout: Layout, source: TensorSource) -> None:
+    """Names both families where the tensors are clearly those of another than the configuration says."""
+    names = list(source.tensors)
+    if found.format != "hf" or found.family is None or layout.fit(names)[0] >= 0.5:
+        return
+    fits = {f.name: f.hf.layout(f.cases()[0]).fit(names) for f in families() if f.hf is not None}
+    nearest = max(fits, key=fits.__getitem__)
+    if fits[nearest][0] >= 0.9:
+        raise UserError(
+            f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
+            f"family '{nearest}': put the right config.json beside them"
+        )
+
+
+def _fill(model: Model, source: TensorSource, layout: Layout, path: Path, dtype: Any, device: Any) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
     plan = layout.plan(source.tensors, shapes, str(path))
     materialise(model, resolve_dtype(dtype, _stored_dtype(source)), resolve_device(device))
     layout.load(plan, source, stored_tensors(model))
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
-    return model
 
 
 def _stored_dtype(source: TensorSource) -> torch.dtype:

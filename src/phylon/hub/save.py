@@ -1,25 +1,29 @@
 """Saving: a whole folder or file is written beside its place and renamed into it."""
 
 import errno
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from phylon.checkpoint import write_gguf, write_safetensors
+import torch
+
+from phylon.checkpoint import MemorySource, write_gguf, write_safetensors
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
 from phylon.hub.load import stored_tensors
-from phylon.model import GenerationDefaults, Model, ModelSpec
+from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
 from phylon.spec.errors import UserError
 from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
 
 _SHARD_BYTES = 5 * 10**9
+_NO_PLACE = "its configuration has no place for a part of the spec"
 
 
 def save(
@@ -33,10 +37,11 @@ def save(
     target = Path(folder)
     if format not in ("native", "hf"):
         raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
-    hf = None if format == "native" else _chosen(model.spec, "hf")
+    hf = None if format == "native" else _chosen(model, "hf")
     with _new_folder(target, replace) as beside:
         if hf is None:
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
+            data |= {} if model.family is None else {"family": model.family}
             _write_json(beside / NATIVE_CONFIG, data)
             tensors: Any = stored_tensors(model)
         else:
@@ -60,23 +65,30 @@ def save_gguf(model: Model, path: str | Path, *, quant: str | None = None, repla
     target = Path(path)
     if target.exists() and not replace:
         raise UserError(f"'{target}' exists; choose another name or remove it")
-    fmt: GGUFFormat = _chosen(model.spec, "gguf")
+    fmt: GGUFFormat = _chosen(model, "gguf")
     metadata = {**fmt.write(model.spec), **({} if model.tokenizer is None else gguf_from_tokenizer(model.tokenizer))}
     kind = quant or {"float16": "F16", "bfloat16": "BF16"}.get(str(model.dtype).removeprefix("torch."), "F32")
-    tensors = dict(fmt.layout(model.spec).unmap({name: t.detach().cpu() for name, t in stored_tensors(model).items()}))
     extra = fmt.extra(model.spec)
-
-    def quant_of(name: str, tensor: Any) -> str:
-        return kind if tensor.ndim >= 2 and name not in extra else "F32"
-
-    write_gguf(target, metadata, (tensors | extra).items(), quant=quant_of)
+    tensors = _Together(fmt.layout(model.spec).unmap(stored_tensors(model)), extra.items())
+    with _reported(target, target):
+        write_gguf(target, metadata, tensors, quant=kind)
     return target
 
 
-def _chosen(spec: ModelSpec, kind: Literal["hf", "gguf"]) -> Any:
-    """The format of the first family that says ``spec`` exactly."""
-    reasons = []
-    for family in families():
+class _Together(Iterable[tuple[str, torch.Tensor]]):
+    """One walk after the other, made anew each time, so that a writer keeps one made tensor in memory."""
+
+    def __init__(self, *parts: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return itertools.chain(*self._parts)
+
+
+def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
+    """The format of the model's family if that says its spec exactly, else of the first one that does."""
+    spec, reasons = model.spec, []
+    for family in sorted(families(), key=lambda family: family.name != model.family):
         fmt: HFFormat | GGUFFormat | None = getattr(family, kind)
         if fmt is None:
             continue
@@ -84,6 +96,8 @@ def _chosen(spec: ModelSpec, kind: Literal["hf", "gguf"]) -> Any:
         if reason is None:
             return fmt
         reasons.append(f"{family.name}: {reason}")
+    # Nearest first: families that have other parts altogether say so with "this format".
+    reasons.sort(key=lambda reason: 2 * (": this format " in reason) + (_NO_PLACE in reason))
     shown = "; ".join(reasons[:4]) + ("; …" if len(reasons) > 4 else "")
     raise UserError(f"no family's {kind} format says this model exactly; save it as native ({shown})")
 
@@ -92,11 +106,27 @@ def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str
     try:
         written = fmt.write(spec)
         if isinstance(fmt, GGUFFormat):
-            return None
+            return None if _said_by_gguf(spec, fmt, written) else "its header has no place for a part of the spec"
         back = fmt.read(Config(written)).replace(init=spec.init)
     except (UserError, KeyError) as error:
         return str(error)
-    return None if back == spec else "its configuration has no place for a part of the spec"
+    return None if back == spec else _NO_PLACE
+
+
+def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> bool:
+    """Whether a GGUF header gives back the spec, training matters and frequencies stored as tensors aside."""
+    extra = fmt.extra(spec)
+    tensors = dict(fmt.layout(spec).unmap(stored_tensors(build_meta(spec)))) | extra
+    own = {key: value for key, value in written.items() if not key.startswith("general.")}
+    back = fmt.read(Config(own), MemorySource(tensors))
+
+    def maths(value: Any) -> Any:
+        if isinstance(value, dict):
+            aside = {"init", "dropout", "drop", *(("scaling",) if extra else ())}
+            return {key: maths(inner) for key, inner in value.items() if key not in aside}
+        return [maths(inner) for inner in value] if isinstance(value, list) else value
+
+    return maths(to_data(back)) == maths(to_data(spec))
 
 
 def _ids(generation: GenerationDefaults) -> dict[str, Any]:
@@ -123,31 +153,38 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path, replace: bool) -> Iterator[Path]:
+def _new_folder(target: Path, replace: bool) -> Generator[Path]:
     """A folder beside ``target`` that takes its place when the block succeeds, and vanishes when it fails."""
     if target.exists() and not replace and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists and is not empty; choose another folder or remove it")
     beside = target.parent / f".{target.name}.{os.getpid()}.tmp"
     old = target.parent / f".{target.name}.{os.getpid()}.old"
 
-    def attempt(action: Callable[[], object]) -> None:
-        try:
-            action()
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            reason = "the disk is full" if full else (error.strerror or str(error)).lower()
-            raise UserError(f"cannot save to '{target}': {reason}; nothing was left behind") from None
-
-    attempt(lambda: beside.mkdir(parents=True))
-    try:
+    with _reported(target, beside):
+        beside.mkdir(parents=True)
         try:
             yield beside
-        except OSError as error:
-            failure = error
-            attempt(lambda: (_ for _ in ()).throw(failure))
-        if target.exists():
-            target.rename(old)
-        beside.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+            if target.exists():
+                target.rename(old)
+            try:
+                beside.rename(target)
+            except OSError:
+                if old.exists():
+                    old.rename(target)
+                raise
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+
+@contextmanager
+def _reported(target: Path, beside: Path) -> Generator[None]:
+    """What the operating system refuses, as one line about ``target``; ``beside`` is where it was being written."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        reason = "the disk is full" if full else (error.strerror or str(error)).lower()
+        raise UserError(f"cannot save to '{target}': {reason}; nothing was left behind") from None
+    except UserError as error:
+        raise UserError(str(error).replace(str(beside), str(target))) from None

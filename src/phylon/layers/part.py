@@ -41,7 +41,7 @@ class Part(nn.Module):
         """Initialise the parameters and buffers this very module owns (not those of its children)."""
 
     def add_state(self, state: State, max_len: int | None) -> None:
-        """Give ``state`` what this very module keeps between calls (``State.add_keys``, ``add``); nothing by default."""
+        """Give ``state`` what this very module keeps between calls (``State.add_keys``, ``add``)."""
 
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
         """Show ``value`` to the recorder, if there is one, under ``<path>.<name>``."""

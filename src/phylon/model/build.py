@@ -43,8 +43,13 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def build_meta(spec: ModelSpec) -> Model:
     """The model without memory: names, shapes and counts."""
-    with torch.device("meta"):
-        return Model(spec)
+    try:
+        with torch.device("meta"):
+            return Model(spec)
+    except (RuntimeError, TypeError) as error:
+        if "verflow" not in str(error):
+            raise
+        raise UserError("a size in this spec is beyond what a tensor can have; check its dimensions") from None
 
 
 def materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:

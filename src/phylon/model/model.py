@@ -32,7 +32,8 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint. Build with ``phylon.build``, load with ``phylon.load``.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. Build with
+    ``phylon.build``, load with ``phylon.load``.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -45,6 +46,7 @@ class Model(Part):
         self.tokenizer: Any = None
         self.generation = GenerationDefaults()
         self.stored_dtype: str | None = None
+        self.family: str | None = None
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):

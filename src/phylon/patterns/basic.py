@@ -66,7 +66,7 @@ class SymmetricWindow(Mechanism, Pattern, frozen=True, kw_only=True):
 
     @property
     def streams(self) -> bool:
-        return False
+        return self.radius == 0
 
 
 class Document(Mechanism, Pattern, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ def entries(slot: type[Slot] = Slot) -> Iterator[Entry]:
     yield from sorted((e for e in _entries.values() if issubclass(e.spec, slot)), key=lambda e: e.kind)
 
 
-def entry_of(spec: Slot) -> Entry:
+def entry_of(spec: Slot | Mechanism) -> Entry:
     """The entry of a mechanism."""
     assert isinstance(spec, Mechanism), f"{type(spec).__name__} is no mechanism"
     return _entries[str(spec.__struct_config__.tag)]

@@ -6,6 +6,7 @@ Equal neighbours in a tuple are written once as ``{"repeat": n, "of": …}``, so
 
 import re
 import tomllib
+import typing
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +17,7 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import find
 
 SCHEMA = 1
+_MOST_NODES = 1_000_000
 T = TypeVar("T")
 
 
@@ -30,6 +32,8 @@ def from_data(kind: type[T], data: Any) -> T:
         return msgspec.convert(_expand(data), kind, dec_hook=structure_slot)
     except msgspec.ValidationError as error:
         raise UserError(_one_line(str(error), kind)) from None
+    except RecursionError:
+        raise UserError("the spec is nested too deeply") from None
 
 
 def to_json(spec: Spec, *, name: str = "model") -> str:
@@ -43,6 +47,8 @@ def from_json(kind: type[T], text: str | bytes, *, name: str = "model") -> T:
         data = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise UserError(f"not JSON: {error}") from None
+    except RecursionError:
+        raise UserError("not a spec: the JSON is nested too deeply") from None
     return from_data(kind, unwrap(data, name))
 
 
@@ -62,6 +68,8 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"not TOML: {error}") from None
+    except RecursionError:
+        raise UserError("not a spec: the TOML is nested too deeply") from None
 
 
 def unwrap(data: Any, name: str) -> Any:
@@ -123,10 +131,17 @@ def _expand(data: Any) -> Any:
         if isinstance(item, dict) and set(item) == {"repeat", "of"}:
             if not isinstance(item["repeat"], int) or not 1 <= item["repeat"] <= 10_000:
                 raise UserError(f"'repeat' must be a whole number from 1 to 10000, got {item['repeat']!r}")
+            if item["repeat"] * _n_nodes(item["of"]) > _MOST_NODES:
+                raise UserError(f"'repeat' {item['repeat']} makes more than {_MOST_NODES} parts of a spec")
             items += [item["of"]] * item["repeat"]
         else:
             items.append(item)
     return items
+
+
+def _n_nodes(data: Any) -> int:
+    children = data.values() if isinstance(data, dict) else data if isinstance(data, list) else ()
+    return 1 + sum(map(_n_nodes, children))
 
 
 def _one_line(message: str, kind: Any) -> str:
@@ -134,7 +149,23 @@ def _one_line(message: str, kind: Any) -> str:
     paths = re.findall(r" - at `\$\.?([^`]*)`", message)
     message = re.sub(r" - at `[^`]*`", "", message)
     unknown = re.search(r"unknown field `([^`]+)`", message)
-    if unknown and "(" not in message and isinstance(kind, type) and issubclass(kind, Spec):
-        message = f"unknown field '{unknown[1]}'{did_you_mean(unknown[1], kind.__struct_fields__)}"
+    if unknown and "(" not in message:
+        fields = getattr(_class_at(kind, paths[0] if paths else ""), "__struct_fields__", ())
+        message = f"unknown field '{unknown[1]}'{did_you_mean(unknown[1], fields)}"
     path = ".".join(p for p in reversed(paths) if p)
     return f"{message} - at `$.{path}`" if path else message
+
+
+def _class_at(kind: Any, path: str) -> Any:
+    """The class that msgspec's path (``run.steps``, ``blocks[0]``, ``heads[...]``) leads to from ``kind``."""
+    for step in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
+        options = [option for option in (*typing.get_args(kind), kind) if option is not type(None)]
+        if step.startswith("["):
+            kind = typing.get_args(kind)[-1 if typing.get_origin(kind) is dict else 0]
+            continue
+        owner = next((o for o in options if isinstance(o, type) and issubclass(o, Spec)), None)
+        if owner is None or step not in owner.__struct_fields__:
+            return None
+        kind = typing.get_type_hints(owner)[step]
+    options = [option for option in (*typing.get_args(kind), kind) if isinstance(option, type)]
+    return next((option for option in options if issubclass(option, Spec)), None)

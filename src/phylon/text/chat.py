@@ -182,5 +182,6 @@ def _environment() -> Environment:
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals.pop("lipsum")
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    helpers: dict[str, Any] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(helpers)
     return environment

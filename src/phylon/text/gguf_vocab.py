@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models
@@ -75,7 +75,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_id=ids["bos"],
-        eos_ids=[ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None],
+        eos_ids=[i for i in (ids["eos"], ids["eot"], ids["eom"]) if i is not None],
         pad_id=ids["padding"],
         unk_id=ids["unknown"],
         chat_template=metadata.get("tokenizer.chat_template"),
@@ -101,7 +101,9 @@ def _from_gpt2(tokens: list[str], data: dict[str, Any]) -> tokenizers.Tokenizer:
     merges = [tuple(str(merge).split(" ")) for merge in data.get("merges", ())]
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=name == "llama-bpe"))
+        backend = tokenizers.Tokenizer(
+            models.BPE(vocab, cast(list[tuple[str, str]], merges), ignore_merges=name == "llama-bpe")
+        )
     except Exception as error:
         raise UserError(f"GGUF vocabulary: the merges do not fit the tokens: {' '.join(str(error).split())}") from None
     backend.pre_tokenizer = PRE_TOKENIZERS[name]()

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -115,7 +115,7 @@ def _gpt2(vocab_path: Path, merges_path: Path, config: dict[str, Any]) -> tokeni
     if bad := next((pair for pair in pairs if len(pair) != 2), None):
         raise UserError(f"{merges_path}: a merge is two tokens with a space between, not {' '.join(bad)!r}")
     try:
-        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs))
+        backend = tokenizers.Tokenizer(models.BPE(vocab, cast(list[tuple[str, str]], pairs)))
     except Exception as error:
         raise UserError(f"{merges_path} does not fit {vocab_path.name}: {_line(error)}") from None
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))

@@ -1,5 +1,6 @@
 """Training: recipes, optimizer, schedules, the loop, checkpoints, the report."""
 
+from phylon.spec.package import make_callable
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
 from phylon.train.metrics import read_metrics
@@ -53,3 +54,5 @@ __all__ = [
     "train",
     "write_report",
 ]
+
+make_callable(__name__)

@@ -1,6 +1,7 @@
 """A run that must fit a time: measure the speed, and set the number of steps so that the schedule reaches its end."""
 
-FIRST_PLAN = 8  # the first steps pay for warming up
+FIRST_PLAN = 2  # the very first step pays for warming up; the next plans come soon, and then more rarely
+ACT_SHARE = 0.02  # of the time, for the last evaluation and the last samples each, until they are measured
 PLANS = 25  # how often the plan is looked at again over a run
 
 
@@ -14,8 +15,17 @@ class TimeBudget:
 
     def __init__(self, seconds: float, most: int) -> None:
         self.seconds, self.most = seconds, most
-        self.reserve = 0.0
+        self._last_acts = {"eval": seconds * ACT_SHARE, "samples": seconds * ACT_SHARE}
         self._start = self._mark = (0, 0.0)
+
+    @property
+    def reserve(self) -> float:
+        """Seconds for one more evaluation and sampling after the last step."""
+        return sum(self._last_acts.values())
+
+    def took(self, act: str, seconds: float) -> None:
+        """What an evaluation ("eval") or a sampling ("samples") has cost just now."""
+        self._last_acts[act] = 1.5 * seconds
 
     def begin(self, step: int, elapsed: float) -> None:
         """The speed is measured from here."""
@@ -28,7 +38,7 @@ class TimeBudget:
         left = max(0.0, self.seconds - self.reserve - elapsed)
         total = min(self.most, step + int(left / max(per_step, 1e-9)))
         self._mark = (step, elapsed)
-        return max(total, step), step + max(1, total // PLANS)
+        return max(total, step), step + max(1, min(2 * step, total // PLANS))
 
     def over(self, elapsed: float) -> bool:
         """Whether the time is used up."""

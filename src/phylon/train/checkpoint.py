@@ -134,7 +134,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         manifest = msgspec.json.decode((path / "state.json").read_bytes(), type=Manifest)
     except OSError as error:
         raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
         raise UserError(f"{path / 'state.json'} is damaged ({error}); remove {path} to use an older one") from None
     if manifest.format != FORMAT:
         raise UserError(f"{path} has the format {manifest.format}; this release reads {FORMAT}")
@@ -149,7 +149,7 @@ def save_model(model: Model, folder: Path) -> None:
     """The trained model in the native format."""
     from phylon import hub
 
-    hub.save(model, folder)
+    hub.save(model, folder, replace=True)
 
 
 def _point_at(folder: Path, name: str) -> None:

@@ -14,10 +14,17 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 class Optimizer(Slot):
-    """Slot of an optimizer: ``lr`` is the peak rate and ``clip`` the largest gradient norm (``None``: no clipping)."""
+    """Slot of an optimizer."""
 
-    lr: float
-    clip: float | None
+    @property
+    def lr(self) -> float:
+        """The peak learning rate."""
+        raise NotImplementedError
+
+    @property
+    def clip(self) -> float | None:
+        """The largest global gradient norm; ``None`` for no clipping."""
+        raise NotImplementedError
 
 
 class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):

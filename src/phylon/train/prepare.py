@@ -39,12 +39,15 @@ class Prepared(NamedTuple):
     model: Model
 
 
-def prepare(recipe: Recipe, out: Path, source: Source | None, device: str, say: Say) -> Prepared:
-    """Train or load the tokenizer (kept in ``out/tokenizer``), tokenise (kept in ``out/data``), build the model."""
+def prepare(recipe: Recipe, out: Path, source: Source | None, device: str, say: Say, *, resume: bool) -> Prepared:
+    """Make the tokenizer (kept in ``out/tokenizer``), tokenise (kept in ``out/data``), build the model.
+
+    ``resume`` takes the tokenizer that the run already has.
+    """
     data = recipe.data
     source = recipe_source(data) if source is None else source
     training, held = _split(source, data.held_out)
-    tokenizer = _tokenizer(data, training, out / "tokenizer", say)
+    tokenizer = load_tokenizer(out / "tokenizer") if resume else _tokenizer(data, training, out / "tokenizer", say)
     spec = model_spec(recipe, tokenizer.vocab_size)
     check_fit(spec, recipe, tokenizer)
     say("tokenising the data")
@@ -128,8 +131,6 @@ def _cut(store: TokenStore, data: DataRecipe) -> tuple[TokenStore, TokenStore]:
 
 
 def _tokenizer(data: DataRecipe, source: Source, folder: Path, say: Say) -> Tokenizer:
-    if folder.exists():
-        return load_tokenizer(folder)
     say("making the tokenizer")
     tokenizer = data.tokenizer.make(lambda: (document.text for document in source.documents()))
     tokenizer.save(folder)

@@ -79,7 +79,7 @@ def _figures(steps: list[Record], evals: list[Record], n_params: int) -> Iterabl
         last = steps[-1]
         yield f"{last['step'] + 1:,}", "steps"
         yield f"{last['tokens']:,}", "tokens seen"
-        yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", "tokens per second (median)"
+        yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", "tokens/s (median)"
         yield _clock(last["seconds"]), "training time"
         if last["loss"] is not None:
             yield f"{last['loss']:.4g}", "loss of the last step"

@@ -1,7 +1,7 @@
 """The state of every random number generator a run draws from, as tensors and plain data, without pickle."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -51,7 +51,7 @@ def set_random_state(state: RandomState) -> None:
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
+def random_state_kept() -> Generator[None]:
     """Whatever is drawn inside (a sample, an evaluation) leaves the run's own randomness where it was."""
     state = random_state()
     try:

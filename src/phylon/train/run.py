@@ -65,7 +65,7 @@ def train(
 
     _make_folder(out)
     source = data if data is not None and not isinstance(data, str | Path) else None
-    prepared = prepare(wanted, out, source, device, say)
+    prepared = prepare(wanted, out, source, device, say, resume=last is not None)
     model = prepared.model
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     trainer = Trainer(model, prepared.loader, wanted, out, callbacks, held_out=prepared.held_out, sample=sample)

@@ -13,9 +13,12 @@ from phylon.spec.registry import register
 
 
 class Schedule(Slot):
-    """The share of the peak learning rate at each step. ``total`` overrides the length that the run gives."""
+    """The share of the peak learning rate at each step."""
 
-    total: int | None
+    @property
+    def total(self) -> int | None:
+        """The length of the schedule, where it is not that of the run."""
+        raise NotImplementedError
 
     def ratio(self, step: int, total: int) -> float:
         """The share of the peak at ``step`` (from 0) of ``total``."""

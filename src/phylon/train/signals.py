@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,7 +27,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
+def stop_on_signals() -> Generator[StopRequest]:
     """Catch SIGINT and SIGTERM inside the block; outside of the main thread nothing is caught."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

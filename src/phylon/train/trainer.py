@@ -112,6 +112,8 @@ class Trainer:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
         self._base, self._start = state.seconds, time.perf_counter()
+        if state.step == 0:
+            self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
             self.budget.begin(state.step, state.seconds)
         for callback in self.callbacks:
@@ -211,7 +213,7 @@ class Trainer:
                 total, count = total + float(loss.sum), count + int(loss.count)
         self.held_out_loss = total / max(1, count)
         self._last["eval"] = self.state.step
-        self._reserve(started)
+        self._took("eval", started)
         self._log({"kind": "eval", "step": self.state.step, "loss": self.held_out_loss, "tokens": self.state.tokens})
 
     def _sample(self) -> None:
@@ -221,7 +223,7 @@ class Trainer:
         with random_state_kept(), torch.no_grad(), _evaluating(self.model):
             self.samples = self.sample(self.model)
         self._last["samples"] = self.state.step
-        self._reserve(started)
+        self._took("samples", started)
         self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
 
     def _save(self) -> None:
@@ -257,10 +259,10 @@ class Trainer:
     def _out_of_time(self) -> bool:
         return self.budget is not None and self.budget.over(self._elapsed())
 
-    def _reserve(self, started: float) -> None:
-        """Time the end of the run needs once more for what has just been done."""
+    def _took(self, act: str, started: float) -> None:
+        """Tell the time budget what has just been done, since the end of the run needs it once more."""
         if self.budget is not None:
-            self.budget.reserve = max(self.budget.reserve, 2 * (time.perf_counter() - started))
+            self.budget.took(act, time.perf_counter() - started)
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")

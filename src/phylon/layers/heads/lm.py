@@ -50,6 +50,8 @@ class LMHeadModule(Part):
         """Summed cross-entropy and its count, without the (B, T, V) logits."""
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
+        if targets.dtype not in (torch.int64, torch.int32):
+            raise UserError(f"targets must be int64, got {targets.dtype}")
         if targets.device.type == "cpu":
             wrong = targets[((targets < 0) & (targets != IGNORE)) | (targets >= self.spec.vocab_size)]
             if len(wrong):

@@ -167,10 +167,10 @@ def draw_step_bias(bias: Tensor, least: float, most: float, generator: torch.Gen
 
 
 def _flops(spec: Mamba, width: int, n_keys: int) -> int:
-    """Matrix products: the maps and ``C h``. The convolution and the recurrence are elementwise (about 8 D N more)."""
+    """The maps, the convolution and ``C h``; the recurrence itself is elementwise (about 6 D N more)."""
     inner = spec.expand * width
     maps = 3 * width * inner + inner * (spec.dt_rank + 2 * spec.d_state) + spec.dt_rank * inner
-    return 2 * maps + 2 * inner * spec.d_state
+    return 2 * (maps + inner * spec.d_conv + inner * spec.d_state)
 
 
 def _cases() -> list[Mamba]:

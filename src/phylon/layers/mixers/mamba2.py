@@ -62,7 +62,7 @@ class Mamba2(Mechanism, Mixer, frozen=True, kw_only=True):
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_groups {self.n_groups}")
         if not self.eps > 0:
             raise UserError(f"eps must be above 0, got {self.eps}")
-        if self.dt_low < 0 or (self.dt_high is not None and self.dt_high < self.dt_low):
+        if not self.dt_low >= 0 or not (self.dt_high is None or self.dt_high >= self.dt_low):
             raise UserError(f"step sizes need 0 <= dt_low <= dt_high, got {self.dt_low} and {self.dt_high}")
         check_step_sizes(self.dt_min, self.dt_max)
         check_activation(self.activation)
@@ -136,7 +136,7 @@ class Mamba2Module(Part):
 
 
 class GatedNorm(Part):
-    """``rms_norm(y * silu(z)) * weight`` over each group's channels, in at least fp32. arXiv:2405.21060, section 7.1."""
+    """``rms_norm(y * silu(z)) * weight`` over each group's channels, at least in fp32. arXiv:2405.21060, §7.1."""
 
     def __init__(self, width: int, groups: int, eps: float) -> None:
         super().__init__()
@@ -153,13 +153,10 @@ class GatedNorm(Part):
 
 
 def _flops(spec: Mamba2, width: int, n_keys: int) -> int:
-    """Matrix products: the maps, and the scan in chunks of L steps. The convolution is elementwise."""
+    """The maps, the convolution, and the matrix products of the scan in full chunks of L steps."""
     maps = width * (sum(spec.widths) + spec.inner + spec.n_heads) + spec.inner * width
-    if n_keys == 1:
-        return 2 * maps + 2 * spec.inner * spec.d_state
-    length = min(n_keys, CHUNK)
-    inside = length * (spec.n_groups * spec.d_state + spec.inner)
-    return 2 * maps + 2 * (inside + 2 * spec.inner * spec.d_state)
+    inside = min(n_keys, CHUNK) * (spec.n_groups * spec.d_state + spec.inner)
+    return 2 * (maps + sum(spec.widths) * spec.d_conv + inside + 2 * spec.inner * spec.d_state)
 
 
 def _cases() -> list[Mamba2]:

@@ -214,7 +214,7 @@ def _frequencies(theta: float, dim: int, device: torch.device) -> Tensor:
 
 
 def _stretched(inv_freq: Tensor, theta: float, factor: float) -> Tensor:
-    """Frequencies of ``theta x factor ** (dim / (dim - 2))``: the last pair divided by ``factor``, the first kept."""
+    """Frequencies of ``theta x factor ** (dim / (dim - 2))``: the last is divided by ``factor``, the first kept."""
     dim = 2 * len(inv_freq)
     if dim == 2:
         raise UserError("NTK scaling needs a rotary dim of at least 4")

@@ -105,4 +105,5 @@ register(
     module=T5BiasModule,
     paper="arXiv:1910.10683 §2.1",
     cases=lambda: [T5Bias(n_heads=4, n_buckets=8, max_distance=10, direction="past")],
+    flops=lambda spec, width, n_keys: 0,
 )

@@ -29,7 +29,6 @@ class FullIndex:
         if chunk.uniform:
             start = lengths[0]
             self.slots = slice(start, start + chunk.n_tokens)
-            self.segments[:, start:] = 0
             self.positions[:, self.slots] = chunk.positions.to(torch.int32)
             self.segments[:, self.slots] = 1 if chunk.segments is None else chunk.segments.to(torch.int32)
             return
@@ -55,8 +54,7 @@ class FullIndex:
         """Nothing to do: ``begin`` clears what lies beyond a row's length."""
 
     def crop(self, lengths: list[int]) -> None:
-        for row, length in enumerate(lengths):
-            self.segments[row, length:] = 0
+        """Nothing to do, for the same reason."""
 
 
 class RollingIndex:

@@ -17,7 +17,7 @@ class _Reference:
 
 
 class ScanReference(_Reference):
-    """``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = C_t h_t + D x_t``. Mamba (arXiv:2312.00752), §3.2, alg. 2."""
+    """``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = C_t h_t + D x_t``. Mamba (arXiv:2312.00752), alg. 2."""
 
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)

@@ -1,0 +1,88 @@
+"""From exceptions to one line on standard error and an exit code."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+import typer
+
+
+class Carried(Exception):
+    """Takes an exception past the option parser, which has its own ideas about interrupts and broken pipes."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def reported(command: Callable[[], object]) -> int:
+    """Run ``command``; 0, or the exit code of what it raised, which is told in one line.
+
+    What a user can mend leaves with 2, Ctrl-C with 130. Anything else is our own mistake and stays a traceback, as
+    everything does under ``PHYLON_DEBUG=1``.
+    """
+    try:
+        try:
+            code = command()
+            sys.stdout.flush()
+        except Carried as carrier:
+            raise carrier.error from None
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:
+        # Whoever read our output has left; nothing more can be said there, not even while Python shuts down.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except typer.Exit as leave:
+        return leave.exit_code
+    except (KeyboardInterrupt, typer.Abort) as error:
+        return _say(str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED))
+    except Exception as error:
+        line = _line(error)
+        if line is None or os.environ.get("PHYLON_DEBUG") == "1":
+            raise
+        return _say(line, WRONG_INPUT)
+
+
+def _say(line: str, code: int) -> int:
+    print(f"phylon: {' '.join(line.split())}", file=sys.stderr)
+    return code
+
+
+def _line(error: Exception) -> str | None:
+    """What to tell the user, or ``None`` when it is not the user's to mend."""
+    if hasattr(error, "format_message"):
+        return _usage(error)
+    if isinstance(error, OSError):
+        return _system(error)
+    if isinstance(error, UnicodeError):
+        return f"this text is not valid UTF-8: {error.reason if hasattr(error, 'reason') else error}"
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
+        return "there is not enough memory for this; choose a smaller model, batch or length, or another --dtype"
+    from phylon.spec.errors import UserError
+
+    return str(error) if isinstance(error, UserError) else None
+
+
+def _usage(error: Exception) -> str:
+    """A message of the option parser, with the way to the help."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message().rstrip(".").replace("Value error, ", "")  # type: ignore[attr-defined]
+    message = message[:1].lower() + message[1:]
+    return f"{message}; see '{context.command_path} --help'" if context is not None else message
+
+
+def _system(error: OSError) -> str:
+    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+    reason = reasons.get(error.errno or 0) or (error.strerror or str(error)).lower()
+    return f"'{error.filename}': {reason}" if error.filename else reason
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") and "out of memory" in str(error).lower():
+        return True
+    signs = ("can't allocate memory", "Storage size calculation overflowed", "not enough memory")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,0 +1,18 @@
+"""``phylon list``: what is registered."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from phylon.cli.common import Json, print_json
+
+
+def list_(
+    what: Annotated[Literal["families", "presets", "mechanisms", "backends"], typer.Argument(help="Which list.")],
+    as_json: Json = False,
+) -> None:
+    """List families, presets, mechanisms or kernel backends."""
+    from phylon.cli import catalogue
+
+    rows = getattr(catalogue, what)()
+    print_json({what: rows}) if as_json else print(getattr(catalogue, f"{what}_page")(rows))

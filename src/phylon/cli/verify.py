@@ -1,0 +1,70 @@
+"""``phylon verify``: the law, tried on a model of the user's."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phylon.cli.common import Device, Dtype, Json, ModelName, print_json
+
+if TYPE_CHECKING:
+    from phylon.checkpoint.verify import Reference
+
+FAILED = 1
+
+
+def verify(
+    model: ModelName,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="A Python file whose reference(MODEL) runs another program (tests/parity/reference.py)."),
+    ] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of the longest text.", show_default="24")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random texts.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = None,
+    as_json: Json = False,
+) -> None:
+    """Check that the same tokens give the same logits, whichever way."""
+    from phylon.checkpoint.verify import verify as run
+    from phylon.hub import load
+
+    other = None if reference is None else _from_file(reference, model)
+    report = run(load(model, dtype=dtype, device=device), reference=other, length=length, seed=seed)
+    data = {"model": model} | report.to_data()
+    print_json(data) if as_json else print(page(data))
+    if not report.passed:
+        raise typer.Exit(FAILED)
+
+
+def page(data: dict[str, Any]) -> str:
+    """A line a cell, and the verdict."""
+    lines = [f"{data['model']}: {data['dtype']}, documents of {', '.join(map(str, data['lengths']))} tokens", ""]
+    for cell in data["cells"]:
+        mark = {True: "ok", False: "FAILED", None: "-"}[cell["passed"]]
+        figures = "" if cell["error"] is None else f"error {cell['error']:.1e}"
+        figures += "" if cell["bound"] is None else f", at most {cell['bound']:.1e}"
+        lines.append(f"  {cell['name']:<30}{mark:<8}{figures}{'  ' * bool(figures)}{cell['reason'] or ''}".rstrip())
+    failed = [cell["name"] for cell in data["cells"] if cell["passed"] is False]
+    return "\n".join(
+        [*lines, "", f"fails: {', '.join(failed)}" if failed else "holds" if data["passed"] else "nothing applied"]
+    )
+
+
+def _from_file(path: Path, model: str) -> "Reference":
+    """``reference(model)`` of a Python file the user names: nothing of it comes from a checkpoint."""
+    import runpy
+
+    from phylon.spec.errors import UserError
+
+    if path.suffix != ".py" or not path.is_file():
+        raise UserError(f"--reference takes a Python file; there is none at '{path}'")
+    if not (Path(model) / "config.json").is_file():
+        raise UserError(f"--reference compares Hugging Face folders; '{model}' is none")
+    try:
+        made: dict[str, Any] = runpy.run_path(str(path))
+    except ImportError as error:
+        raise UserError(f"'{path}' needs the package '{error.name}', which is not installed") from None
+    if not callable(made.get("reference")):
+        raise UserError(f"'{path}' defines no function reference(folder)")
+    return made["reference"](model)

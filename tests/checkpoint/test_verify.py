@@ -1,0 +1,208 @@
+"""`verify`: sound models pass every cell, and each way of breaking one fails the cells that it should."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from phylon.checkpoint.verify import Cell, Report, compare, verify
+from phylon.families import families
+from phylon.families.decoder import llama_spec
+from phylon.layers.state import FullKV, State
+from phylon.model import Model, ModelSpec, build, record
+from phylon.ops.attention import AttentionCall
+from phylon.patterns import Causal, Full, Records, Window
+from phylon.spec.errors import UserError
+
+SPECS = {f"{f.name}-{i}": spec for f in families() for i, spec in enumerate(f.cases())}
+TINY = llama_spec(d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, d_ff=40, max_seq_len=64)
+
+
+def made(spec: ModelSpec = TINY, dtype: str = "float32") -> Model:
+    """Weights that make scores spread."""
+    model = build(spec, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            gain = 1.0 if "embed" in name else 2 / math.sqrt(parameter.shape[-1])
+            parameter.copy_(gain * noise if parameter.ndim > 1 else 0.3 * noise + (not name.endswith("bias")))
+    return model.to(getattr(torch, dtype)).eval()
+
+
+def failed(report: Report) -> set[str]:
+    return {cell.name for cell in report.failed}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_family_passes(name):
+    report = verify(made(SPECS[name]))
+    assert report.passed, report.failed
+    for cell in report.cells:
+        assert (cell.passed is None) == (cell.error is None), cell
+        assert cell.passed or cell.reason, cell
+    assert json.loads(json.dumps(report.to_data(), allow_nan=False))["passed"] is True
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_other_dtypes(dtype):
+    report = verify(made(dtype=dtype))
+    assert report.passed, report.failed
+    assert report.dtype == dtype
+
+
+def test_deep_model():
+    """Rounding grows with depth: the run in higher precision decides."""
+    deep = made(TINY.replace(decoder=TINY.decoder.replace(blocks=TINY.decoder.blocks[:1] * 24)))
+    report = verify(deep)
+    assert report.passed, report.failed
+
+
+def test_what_does_not_apply_says_why():
+    report = verify(made(llama_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, pattern=Full())))
+    silent = {cell.name: cell.reason for cell in report.cells if cell.passed is None}
+    others = {name for name in silent if name.startswith(("backend_scan", "backend_ssd", "backend_conv"))}
+    assert silent.keys() - others == {"chunks", "steps", "padded_chunks", "window", "causality", "control_state"}
+    assert all(silent[name] == f"the model never calls the op {name.split('_')[1]}" for name in others)
+    assert "Full" in (silent["chunks"] or "")
+    assert report.passed
+    wide = verify(made(llama_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, pattern=Window(size=500))))
+    assert "greater length" in next(cell.reason or "" for cell in wide.cells if cell.name == "window")
+    with pytest.raises(UserError, match="6 tokens"):
+        verify(made(), length=3)
+
+
+def test_the_model_is_left_as_it_was():
+    model = made().train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    verify(model)
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+STATEFUL = {"chunks", "steps", "padded_chunks"}
+
+
+def test_positions_shifted_in_the_state(monkeypatch):
+    """Every call but the first starts a token too late."""
+    plain = State.chunk
+
+    def shifted(self, *given):
+        chunk = plain(self, *given)
+        late = chunk.positions + 1 if any(self.lengths) else chunk.positions
+        return type(chunk)(late, chunk.segments, chunk.counts, chunk.n_tokens, chunk.uniform)
+
+    monkeypatch.setattr(State, "chunk", shifted)
+    assert failed(verify(made())) == STATEFUL
+
+
+def test_mask_off_by_one(monkeypatch):
+    """Where the mask is explicit, a token sees the next one too."""
+    monkeypatch.setattr(Causal, "allowed", lambda self, query, key: key.positions <= query.positions + 1)
+    assert failed(verify(made())) >= {
+        "chunks",
+        "left_padding",
+        "right_padding",
+        "packing",
+        "backend_attention_reference",
+    }
+
+
+def test_window_off_by_one(monkeypatch):
+    """The buffer of the state holds the right number of tokens, the mask lets in one more."""
+    plain = Window.allowed
+    monkeypatch.setattr(Window, "allowed", lambda self, q, k: plain(self.replace(size=self.size + 1), q, k))
+    spec = llama_spec(d_model=24, n_layers=2, n_heads=3, vocab_size=37, pattern=Window(size=5))
+    assert "steps" in failed(verify(made(spec)))
+
+
+def test_forgotten_segments(monkeypatch):
+    monkeypatch.setattr(AttentionCall, "segmented", property(lambda self: False))
+    broken = failed(verify(made()))
+    assert broken >= {"packing", "left_padding"}
+    assert not broken & {"chunks", "steps", "batching", "after_another_call"}
+
+
+def test_forgotten_state(monkeypatch):
+    """A chunk sees itself alone."""
+    plain = FullKV.append
+
+    def forgetful(self, k, v, state):
+        plain(self, k, v, state)
+        return k, v, None
+
+    monkeypatch.setattr(FullKV, "append", forgetful)
+    assert failed(verify(made())) >= STATEFUL | {"control_state"}
+
+
+def test_rows_that_leak():
+    model = made()
+    model.decoder.blocks[0].ffn.register_forward_hook(lambda module, given, out: out - 0.1 * out.mean(0, keepdim=True))
+    assert failed(verify(model)) >= {"batching", "left_padding", "right_padding"}
+
+
+def test_a_model_with_a_memory():
+    model, calls = made(), []
+
+    def remembers(module, given, out):
+        calls.append(len(calls))
+        return out * (1 + 1e-3 * len(calls))
+
+    model.decoder.blocks[0].ffn.register_forward_hook(remembers)
+    assert "after_another_call" in failed(verify(model))
+
+
+def test_a_model_without_history():
+    """Passes everything but the controls."""
+    model = made()
+    with torch.no_grad():
+        for block in model.decoder.blocks:
+            block.attn.o_proj.weight.zero_()
+    assert failed(verify(model)) == {"control_history", "control_state"}
+
+
+def test_values_that_are_not_finite():
+    model = made()
+    with torch.no_grad():
+        model.decoder.blocks[0].ffn.down_proj.weight[0, 0] = float("nan")
+    report = verify(model)
+    assert not report.passed
+    assert json.loads(json.dumps(report.to_data(), allow_nan=False))["passed"] is False
+
+
+def _names(model: Model) -> list[str]:
+    with record(model) as taps, torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    return [name for name in taps if name.endswith((".resid_post", ".embed.out", ".attn.out", ".logits"))]
+
+
+def test_the_first_component_that_diverges_is_named():
+    model, other = made(), made()
+    names = _names(model)
+
+    def reference(tokens):
+        with record(other, *names) as taps, torch.no_grad():
+            other(tokens)
+        return dict(taps) | {"decoder.blocks.0.unknown": tokens}
+
+    report = verify(model, reference=reference)
+    assert report.passed, report.failed
+    assert [c.name for c in report.cells if c.name.endswith("unknown")] == ["reference:decoder.blocks.0.unknown"]
+    with torch.no_grad():
+        other.decoder.blocks[1].attn.v_proj.weight[0, 0] += 0.5
+    first = next(cell for cell in verify(model, reference=reference).cells if cell.name == "reference")
+    assert first == Cell(
+        name="reference", passed=False, reason="the first component that diverges is decoder.blocks.1.attn.out"
+    )
+    assert any(cell.passed for cell in compare(model, reference))
+
+
+def test_records_are_what_patterns_compare():
+    """The control of the monkeypatched patterns above: unpatched, a token sees itself and what came before."""
+    records = Records(torch.arange(3)[None])
+    assert Causal().allowed(records.as_queries(), records.as_keys())[0, 0].tolist() == [
+        [True, False, False],
+        [True, True, False],
+        [True, True, True],
+    ]

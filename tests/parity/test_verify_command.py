@@ -1,0 +1,67 @@
+"""`phylon verify`: a table, JSON, exit code 1 for a failing cell, and `transformers` as the reference."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from phylon.checkpoint import open_safetensors, write_safetensors
+from phylon.cli.main import app
+from phylon.families import family
+from phylon.hub import save
+from phylon.hub.save import save_gguf
+
+from .harness import drawn
+
+REFERENCE = str(Path(__file__).with_name("reference.py"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(save(drawn(family("llama").cases()[0]), tmp_path / "a", format="hf"))
+
+
+def run(*args: str):
+    return CliRunner().invoke(app, ["verify", *args])
+
+
+def test_passes(folder):
+    done = run(folder, "--reference", REFERENCE)
+    assert done.exit_code == 0, done.output
+    lines = [line.split()[:2] for line in done.output.splitlines()]
+    assert ["chunks", "ok"] in lines
+    assert ["reference:heads.lm.logits", "ok"] in lines
+    data = json.loads(run(folder, "--json", "--length", "9").stdout)
+    assert data["passed"] is True
+    assert data["lengths"][0] == 9
+    assert {cell["name"] for cell in data["cells"]} >= {"chunks", "left_padding", "packing", "control_history"}
+
+
+def test_a_failing_cell_exits_with_1(folder):
+    """Attention that adds nothing: the controls fail, and say what they wanted."""
+    source = open_safetensors(folder)
+    tensors = {name: source.read(name) * ("o_proj" not in name) for name in source.tensors}
+    write_safetensors(Path(folder) / "model.safetensors", tensors)
+    done = run(folder, "--json")
+    assert done.exit_code == 1
+    failing = [cell["name"] for cell in json.loads(done.stdout)["cells"] if cell["passed"] is False]
+    assert failing == ["control_history", "control_state"]
+    assert torch.isfinite(tensors["model.norm.weight"]).all()
+
+
+def test_bad_input(folder, tmp_path):
+    gguf = save_gguf(drawn(family("llama").cases()[0]), tmp_path / "a.gguf")
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "lacks.py").write_text("import no_such_package_at_all")
+    for args, words in (
+        ((folder, "--reference", "none.py"), "there is none"),
+        ((str(gguf), "--reference", REFERENCE), "Hugging Face folders"),
+        ((folder, "--reference", str(tmp_path / "empty.py")), "defines no function"),
+        ((folder, "--reference", str(tmp_path / "lacks.py")), "no_such_package_at_all"),
+        ((folder, "--length", "2"), "6 tokens"),
+    ):
+        done = run(*args)
+        assert done.exit_code in (1, 2)
+        assert words in str(done.exception) + done.output
