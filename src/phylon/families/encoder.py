@@ -117,6 +117,7 @@ def read_task(config: Config, prefix: str, tasks: Mapping[str, tuple[str, ...]])
 
 def task_of(spec: ModelSpec, prefix: str, tasks: Mapping[str, tuple[str, ...]]) -> str:
     """The architecture's name for the heads of ``spec``."""
+    encoder_of(spec)
     heads = set(spec.heads) or set(tasks["Model"])
     for name, theirs in tasks.items():
         if set(theirs) == heads:
