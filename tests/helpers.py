@@ -8,7 +8,10 @@ from torch import Tensor
 
 import phylon.layers
 from phylon.layers.embeddings.tokens import TokenEmbed
+from phylon.layers.ffn.dispatchers import Dispatcher
 from phylon.layers.ffn.mlp import GLU, MLP
+from phylon.layers.ffn.moe import MoE
+from phylon.layers.ffn.routers import RenormalisedRouter, Router
 from phylon.layers.heads.classify import Pooled
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import FanInInit
@@ -83,6 +86,10 @@ def wrapped(slot: type[Slot], case: Slot) -> ModelSpec | None:
             return pre(mixer=case, embed=EMBED.replace(positions=LearnedPositions(max_seq_len=64)))
         case FeedForward():
             return pre(ffn=case)
+        case Router():
+            return pre(ffn=MoE(n_experts=6, expert=FFN, router=case))
+        case Dispatcher():
+            return pre(ffn=MoE(n_experts=6, expert=FFN, router=RenormalisedRouter(), dispatch=case))
         case Norm():
             return pre(norm=case)
         case Embed():
@@ -182,20 +189,21 @@ def assert_close(
     assert difference <= limit, f"{what}: off by {difference:.3g}, limit {limit:.3g}"
 
 
-def nodes(spec: object) -> Iterator[Spec]:
-    """Every node of a spec tree."""
+def nodes(spec: object, *, evaluation: bool = False) -> Iterator[Spec]:
+    """Every node of a spec tree, or every one that counts in ``evaluation``."""
     if isinstance(spec, Spec):
         yield spec
         for name in spec.__struct_fields__:
-            yield from nodes(getattr(spec, name))
+            if not (evaluation and name in spec.training_only):
+                yield from nodes(getattr(spec, name), evaluation=evaluation)
     elif isinstance(spec, dict | tuple):
         for item in spec.values() if isinstance(spec, dict) else spec:
-            yield from nodes(item)
+            yield from nodes(item, evaluation=evaluation)
 
 
-def mechanisms(spec: object) -> Iterator[Mechanism]:
-    """Every mechanism of a spec tree."""
-    return (node for node in nodes(spec) if isinstance(node, Mechanism))
+def mechanisms(spec: object, *, evaluation: bool = False) -> Iterator[Mechanism]:
+    """Every mechanism of a spec tree, or every one that counts in ``evaluation``."""
+    return (node for node in nodes(spec, evaluation=evaluation) if isinstance(node, Mechanism))
 
 
 def gpt_like() -> ModelSpec:

@@ -211,7 +211,7 @@ def streams(model: Model) -> bool:
 
 def exception(model: Model, cell: str) -> str | None:
     """The registered reason why a mechanism of the model does not obey one cell of the law."""
-    reasons = (entry_of(node).exceptions.get(cell) for node in mechanisms(model.spec))
+    reasons = (entry_of(node).exceptions.get(cell) for node in mechanisms(model.spec, evaluation=True))
     return next((f"registered exception: {reason}" for reason in reasons if reason), None)
 
 

@@ -48,6 +48,7 @@ def train_fails(run: Callable, tmp_path: Path) -> Callable[..., str]:
 MODEL_COMMANDS = {
     "generate": ["--prompt", "a"],
     "score": ["--text", "ab"],
+    "encode": ["--text", "ab"],
     "chat": [],
     "verify": [],
     "convert": ["{out}", "--to", "native"],
@@ -84,7 +85,7 @@ def test_what_is_no_model(fails: Callable, command: str, model_folder: Path, tmp
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["generate", "score", "verify", "convert"])
+@pytest.mark.parametrize("command", ["generate", "score", "encode", "verify", "convert"])
 def test_truncated_and_missing_weights(fails: Callable, command: str, model_folder: Path, tmp_path: Path) -> None:
     rest = [word.format(out=tmp_path / "out") for word in MODEL_COMMANDS[command]]
     shutil.copytree(model_folder, tmp_path / "model")
@@ -130,6 +131,8 @@ def test_truncated_and_missing_weights(fails: Callable, command: str, model_fold
         (["generate", "{model}", "--prompt", "a", "--dtype", "float7"], "float7"),
         (["score", "{model}", "--text", ""], "at least two"),
         (["score", "{model}", "--text", "a" * 33], "32"),
+        (["encode", "{model}", "--text", "a" * 40], "give max_tokens=32"),
+        (["encode", "{model}", "--text", "a", "--pool", "max"], "pool must be"),
         (["convert", "{model}", "{out}", "--to", "onnx"], "onnx"),
         (["convert", "{model}", "{out}", "--to", "gguf"], ".gguf"),
         (["convert", "{model}", "{out}", "--to", "hf", "--quant", "Q8_0"], "--quant"),

@@ -94,6 +94,18 @@ def test_score_is_what_the_model_says(run: Callable, model_folder: Path) -> None
     assert run("score", model_folder, "--text", "abcd").out.splitlines()[1].split()[0] == "3"
 
 
+def test_encode_is_the_mean_of_what_the_model_sees(run: Callable, model_folder: Path) -> None:
+    data = json.loads(run("encode", model_folder, "--text", "abcd", "--text", "hh", "--json").out)
+    model = load(model_folder, device="cpu")
+    with torch.no_grad():
+        hidden = [model(torch.tensor([model.tokenizer.encode(text)])).hidden[0].mean(0) for text in ("abcd", "hh")]
+    first, second = (torch.nn.functional.normalize(h, dim=0) for h in hidden)
+    assert data["embeddings"][1] == pytest.approx(second.tolist(), abs=1e-5)
+    assert data["cosines"][0][1] == pytest.approx(float(first @ second), abs=1e-5)
+    lines = run("encode", model_folder, "--text", "abcd", "--text", "hh").out.splitlines()
+    assert lines[0].split()[1:] == ["1.0000", f"{data['cosines'][0][1]:.4f}", "abcd"]
+
+
 def test_account(run: Callable, model_folder: Path) -> None:
     data = json.loads(run("account", "gpt2", "--seq-len", 64, "--dtype", "float32", "--json").out)
     assert data["params_total"] == 124_439_808
@@ -163,7 +175,7 @@ def test_a_verdict_against_the_model_is_exit_code_1(
     from phylon.checkpoint import verify
 
     cell = verify.Cell(name="chunks", passed=False, error=0.5, bound=1e-5)
-    monkeypatch.setattr(verify, "verify", lambda model: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
+    monkeypatch.setattr(verify, "verify", lambda model, **_: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
     found = run("verify", model_folder)
     assert found.code == 1
     assert "fails: chunks" in found.out

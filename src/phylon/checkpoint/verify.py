@@ -210,7 +210,8 @@ def _nodes(value: Any) -> Iterator[Spec]:
     if isinstance(value, Spec):
         yield value
         for name in value.__struct_fields__:
-            yield from _nodes(getattr(value, name))
+            if name not in value.training_only:
+                yield from _nodes(getattr(value, name))
     elif isinstance(value, Mapping):
         for inner in value.values():
             yield from _nodes(inner)

@@ -11,6 +11,7 @@ import phylon
 from phylon.cli.account import account
 from phylon.cli.chat import chat
 from phylon.cli.convert import convert
+from phylon.cli.encode import encode
 from phylon.cli.errors import Carried, reported
 from phylon.cli.extend import hoisted, import_files
 from phylon.cli.generate import generate
@@ -25,6 +26,7 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "score": score,
+    "encode": encode,
     "show": show,
     "list": list_,
     "account": account,

@@ -24,7 +24,12 @@ def snake_case(name: str) -> str:
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A node of a typed spec tree. Optional parts are ``X | None`` and default to ``None``."""
+    """A node of a typed spec tree. Optional parts are ``X | None`` and default to ``None``.
+
+    ``training_only`` names the fields that say nothing about evaluation: what the law's exceptions do not ask.
+    """
+
+    training_only: ClassVar[tuple[str, ...]] = ()
 
     def replace(self, **changes: Any) -> Self:
         """The same spec with the named fields changed (validated again)."""

@@ -1,0 +1,83 @@
+"""The one description of an experts call that every backend reads."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+
+from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.spec.errors import UserError, check_rate
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeights:
+    """The stacked maps of X experts: ``up`` (X, F, D), ``down`` (X, D, F), and ``gate`` (X, F, D) of gated ones.
+
+    The biases are (X, F) and (X, D); an MLP has no ``gate``.
+    """
+
+    up: Tensor
+    down: Tensor
+    gate: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+
+    @property
+    def biases(self) -> tuple[Tensor | None, ...]:
+        return self.up_bias, self.gate_bias, self.down_bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCall:
+    """``x`` (N, D); ``chosen`` (N, k) int64, -1 where a choice is not dispatched; ``gates`` (N, k), at least fp32."""
+
+    x: Tensor
+    chosen: Tensor
+    gates: Tensor
+    weights: ExpertWeights
+    activation: str = "silu"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        x, up, down = self.x, self.weights.up, self.weights.down
+        if x.ndim != 2 or self.chosen.shape != self.gates.shape or self.chosen.shape[:1] != x.shape[:1]:
+            shapes = ", ".join(str(tuple(t.shape)) for t in (x, self.chosen, self.gates))
+            raise UserError(f"experts take x (N, D), chosen (N, k) and gates (N, k), got {shapes}")
+        if up.ndim != 3 or up.shape[2] != x.shape[1] or down.shape != (up.shape[0], up.shape[2], up.shape[1]):
+            raise UserError(
+                f"expert weights do not fit: x {tuple(x.shape)}, up {tuple(up.shape)}, down {tuple(down.shape)}"
+            )
+        if self.weights.gate is not None and self.weights.gate.shape != up.shape:
+            raise UserError(f"expert weights do not fit: gate {tuple(self.weights.gate.shape)}, up {tuple(up.shape)}")
+        if self.chosen.dtype != torch.int64:
+            raise UserError(f"chosen must be int64, got {self.chosen.dtype}")
+        check_activation(self.activation)
+        check_rate("dropout", self.dropout)
+
+    @property
+    def n_experts(self) -> int:
+        return self.weights.up.shape[0]
+
+    def hidden(self, up: Tensor, gate: Tensor | None) -> Tensor:
+        """The inner activations (M, F), of the plain MLP or the gated one, after dropout."""
+        act = ACTIVATIONS[self.activation]
+        made = act(up) if gate is None else act(gate) * up
+        return dropout(made, self.dropout) if self.dropout else made
+
+    def sorted(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The dispatched choices by expert, in token order within one.
+
+        ``token`` (M,) and ``place`` (M,), the flat index of token and choice; ``counts`` (X,) says how many each has.
+        """
+        flat = self.chosen.flatten()
+        counts = torch.bincount(flat + 1, minlength=self.n_experts + 1)
+        place = torch.argsort(flat, stable=True)[counts[0] :]
+        return place // self.chosen.shape[1], place, counts[1:]
+
+    def combine(self, out: Tensor, token: Tensor, place: Tensor) -> Tensor:
+        """(N, D): the experts' outputs (M, D) times their gates, summed over the choices of a token, rounded once."""
+        wide = out.to(torch.promote_types(out.dtype, self.gates.dtype))
+        summed = wide.new_zeros(self.x.shape).index_add(0, token, wide * self.gates.flatten()[place][:, None])
+        return summed.to(self.x.dtype)
