@@ -39,7 +39,10 @@ def test_flops_are_those_that_the_flop_counter_sees(spec: ModelSpec) -> None:
     with dispatch.force("reference"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(tokens, **inputs)
     figures = account(spec, seq_len=length)
-    assert figures.flops_forward_per_token * batch * length == counter.get_total_flops() > 0
+    # A head that pools a row gives every token a rounded share.
+    rounding = batch * length * any(getattr(head, "pool", None) is not None for head in spec.heads.values())
+    assert abs(figures.flops_forward_per_token * batch * length - counter.get_total_flops()) <= rounding
+    assert figures.flops_forward_per_token > 0
     assert figures.flops_training_per_token == 3 * figures.flops_forward_per_token
 
 
@@ -122,10 +125,10 @@ def test_published_sizes_exactly_in_little_time_and_memory() -> None:
     golden = {name: count for f in families() for name, count in f.golden.items()}
     assert {"gpt2", "llama-7b", "llama2-70b", "mistral-7b"} <= golden.keys()
     program = (
-        "import json, resource, sys, time; from phylon.account import account\n"
+        "import re, sys, time; from phylon.account import account\n"
         "for name in sys.argv[1:]:\n"
         "    t = time.process_time(); n = account(name).params_total; t = time.process_time() - t\n"
-        "    print(name, n, t, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        "    print(name, n, t, re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
     lines = subprocess.run([sys.executable, "-c", program, *golden], capture_output=True, text=True, check=True).stdout
     for line in lines.splitlines():

@@ -20,7 +20,9 @@ def test_chat(run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generate_and_score(run: Callable) -> None:
-    found = run("generate", "smollm2", "--prompt", "The capital of France is", "--max-new-tokens", 4, "--temperature", 0)
+    found = run(
+        "generate", "smollm2", "--prompt", "The capital of France is", "--max-new-tokens", 4, "--temperature", 0
+    )
     assert "Paris" in found.out
     texts = ["--text", "The capital of France is Paris.", "--text", "The capital of France is banana."]
     good, bad = json.loads(run("score", "smollm2", *texts, "--json").out)["scores"]

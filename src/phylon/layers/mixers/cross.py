@@ -86,7 +86,8 @@ class CrossAttentionModule(Part):
 
 
 def _flops(spec: CrossAttention, width: int, n_keys: int) -> int:
-    return 4 * width * spec.n_heads * spec.head_dim + 4 * n_keys * spec.n_heads * spec.head_dim
+    # A target token's queries and outputs, and a source token's keys and values.
+    return 8 * width * spec.n_heads * spec.head_dim + 4 * n_keys * spec.n_heads * spec.head_dim
 
 
 register(
