@@ -87,6 +87,7 @@ def vit_spec(
         ),
         heads={name: known[name] for name in heads},
         init=init or NormalInit(std=0.02),
+        max_seq_len=n_extra + grid[0] * grid[1],
     )
 
 

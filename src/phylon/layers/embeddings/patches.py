@@ -38,7 +38,7 @@ class PatchEmbed(Mechanism, Embed, frozen=True, kw_only=True):
 
 
 class PatchEmbedModule(Part):
-    """Parameters: ``proj`` from the pixels (C, P, P) of a patch, ``extra`` (n_extra, D), ``positions`` for all of them."""
+    """Parameters: ``proj`` from the pixels (C, P, P), ``extra`` (n_extra, D), ``positions`` of all tokens (…, D)."""
 
     def __init__(self, spec: PatchEmbed, d_model: int) -> None:
         super().__init__()

@@ -26,6 +26,10 @@ class Distilled(Mechanism, Head, frozen=True, kw_only=True):
         if self.n_classes < 1:
             raise UserError(f"n_classes must be at least 1, got {self.n_classes}")
 
+    @property
+    def per_document(self) -> bool:
+        return True
+
 
 class DistilledModule(Part):
     token_wise = False
