@@ -3,7 +3,7 @@
 import msgspec
 import torch
 
-from phylon.account.flops import flops_per_token
+from phylon.account.flops import flops_per_document, flops_per_token
 from phylon.account.params import params_active, params_by_part, tensor_bytes
 from phylon.account.state import StateBytes, state_bytes
 from phylon.families import preset
@@ -19,8 +19,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
 
     Parameters are numbers, each counted once, a tied one too; ``params_by_part`` adds up to ``params_total``.
     FLOPs are matrix products only, a multiply-add counts two, and every token is charged all ``seq_len`` keys, as the
-    reference attention computes them (causal or windowed kernels do less). All heads are included. An encoder-decoder
-    model is charged one source token and one target token.
+    reference attention computes them (causal or windowed kernels do less). Heads that score tokens are included; those
+    that pool are charged once a document. An encoder-decoder is charged one source token and one target token.
     State figures are ``None`` where the model keeps none; ``state_refused`` says why.
     """
 
@@ -40,6 +40,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     training_bytes_fp32_adamw: int
     """Weights, gradients and both moments of AdamW in fp32: 16 bytes a parameter. Activations are not included."""
     flops_forward_per_token: int
+    flops_forward_per_document: int
+    """Of the heads that read one vector a document, beside the tokens."""
     flops_training_per_token: int
     """Three times the forward pass: the backward pass forms two products for every one."""
     state_bytes_per_token: int | None
@@ -81,6 +83,7 @@ def account(
         weights_bytes=tensor_bytes(model),
         training_bytes_fp32_adamw=16 * total,
         flops_forward_per_token=forward,
+        flops_forward_per_document=flops_per_document(spec),
         flops_training_per_token=3 * forward,
         state_bytes_per_token=known.per_token,
         state_bytes_fixed=known.fixed,

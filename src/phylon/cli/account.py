@@ -31,15 +31,15 @@ def page(data: dict) -> str:
     lines = [f"{data['model']}: batch {data['batch']}, seq_len {data['seq_len']}, {data['dtype']}", ""]
     for key in (
         "params_total", "params_active", "params_by_part", "",
-        "flops_forward_per_token", "flops_training_per_token", "",
+        "flops_forward_per_token", "flops_forward_per_document", "flops_training_per_token", "",
         "weights_bytes", "training_bytes_fp32_adamw",
         "state_bytes_per_token", "state_bytes_fixed", "state_bytes_total", "state_index_bytes_total",
     ):  # fmt: skip
         if key == "params_by_part":
             lines += [_row(f"  {part}", number) for part, number in data[key].items()]
-        elif key:
+        elif key and (key != "flops_forward_per_document" or data[key]):
             lines.append(_row(key, data[key]))
-        else:
+        elif not key:
             lines.append("")
     if data["state_refused"]:
         lines += ["", f"no state: {data['state_refused']}"]

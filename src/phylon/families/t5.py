@@ -250,18 +250,18 @@ _v10 = partial(t5_spec, vocab_size=32_128, dropout=0.1)
 _v11 = partial(t5_spec, vocab_size=32_128, dropout=0.1, activation="gelu_tanh", gated=True, tied=False)
 
 
-def _scaled(**sizes: int) -> ModelSpec:
+def _scaled(**sizes: Any) -> ModelSpec:
     return _v10(**sizes, head_scale=sizes["d_model"] ** -0.5)
 
 
-_SIZES: dict[str, dict[str, int]] = {
+_SIZES: dict[str, dict[str, Any]] = {
     "t5-small": {"d_model": 512, "n_layers": 6, "n_heads": 8, "head_dim": 64, "d_ff": 2048},
     "t5-base": {"d_model": 768, "n_layers": 12, "n_heads": 12, "head_dim": 64, "d_ff": 3072},
     "t5-large": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "head_dim": 64, "d_ff": 4096},
     "t5-3b": {"d_model": 1024, "n_layers": 24, "n_heads": 32, "head_dim": 128, "d_ff": 16_384},
     "t5-11b": {"d_model": 1024, "n_layers": 24, "n_heads": 128, "head_dim": 128, "d_ff": 65_536},
 }
-_SIZES_V11: dict[str, dict[str, int]] = {
+_SIZES_V11: dict[str, dict[str, Any]] = {
     "t5-v1.1-small": {"d_model": 512, "n_layers": 8, "n_heads": 6, "head_dim": 64, "d_ff": 1024},
     "t5-v1.1-base": {"d_model": 768, "n_layers": 12, "n_heads": 12, "head_dim": 64, "d_ff": 2048},
     "t5-v1.1-large": {"d_model": 1024, "n_layers": 24, "n_heads": 16, "head_dim": 64, "d_ff": 2816},

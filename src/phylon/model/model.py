@@ -115,7 +115,7 @@ class Model(Part):
         targets: Tensor | dict[str, Tensor] | None = None,
         logits: Literal["all", "last", "none"] = "all",
     ) -> Output:
-        """One pass over ``tokens`` (B, T) int64, or their ``embeds`` (B, T, D).
+        """One pass over ``tokens`` (B, T) int64, or their ``embeds`` (B, T, D), or ``images`` float (B, C, H, W).
 
         ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
@@ -126,11 +126,13 @@ class Model(Part):
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
-        if images is not None:
-            raise UserError("this model takes no images; it reads tokens")
-        shape = self._shape(tokens, embeds)
-        for name, given in (("segments", segments), ("positions", positions), ("types", types), ("marks", marks)):
+        per_token = {"segments": segments, "positions": positions, "types": types, "marks": marks}
+        seen = self._sees(images, {"tokens": tokens, "embeds": embeds, **per_token})
+        shape = self._shape(tokens, embeds) if seen is None else seen
+        for name, given in per_token.items():
             _check_per_token(name, given, shape)
+        # The embedding of a model that sees takes its input where others take token ids.
+        tokens = images if tokens is None else tokens
         device = tokens.device if tokens is not None else self.device if embeds is None else embeds.device
         ctx = self._context(shape, device, segments, positions, types, marks, state)
         read = self._reads_source(source, source_segments, state)
@@ -151,6 +153,19 @@ class Model(Part):
                 raise
             state.commit(ctx.chunk, ctx.memory_records)
         return out
+
+    def _sees(self, images: Tensor | None, others: dict[str, Tensor | None]) -> torch.Size | None:
+        """(B, T) of what the images of a model that reads images become; ``None`` for a model that reads tokens."""
+        stack = self.decoder or self.encoder
+        assert stack is not None
+        if not hasattr(stack.embed, "shape_of"):
+            if images is not None:
+                raise UserError("this model takes no images; it reads tokens")
+            return None
+        beside = [name for name, given in others.items() if given is not None]
+        if images is None or beside:
+            raise UserError(f"this model reads images alone{', without ' + beside[0] if beside else ''}")
+        return stack.embed.shape_of(images)
 
     def _reads_source(
         self, source: Tensor | None, segments: Tensor | None, state: State | None

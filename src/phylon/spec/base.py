@@ -89,7 +89,14 @@ class RopeScaling(Slot):
 
 
 class Head(Slot):
-    """Turns final hidden states into predictions, and into a loss when targets are given."""
+    """Turns final hidden states into predictions, and into a loss when targets are given.
+
+    ``per_document``: it gives one row a document, not one a token.
+    """
+
+    @property
+    def per_document(self) -> bool:
+        return False
 
 
 class Pool(Slot):

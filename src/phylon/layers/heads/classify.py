@@ -34,6 +34,10 @@ class Classify(Mechanism, Head, frozen=True, kw_only=True):
             raise UserError(f"n_classes must be at least 1, got {self.n_classes}")
         _check(self.activation, self.dropout)
 
+    @property
+    def per_document(self) -> bool:
+        return self.pool is not None
+
 
 class Pooled(Mechanism, Head, frozen=True, kw_only=True):
     """``act?(dense?(pool(hidden)))``: one vector a document. BERT's pooler (arXiv:1810.04805, released code).
@@ -47,6 +51,10 @@ class Pooled(Mechanism, Head, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check(self.activation, 0.0)
+
+    @property
+    def per_document(self) -> bool:
+        return True
 
 
 class Span(Mechanism, Head, frozen=True, kw_only=True):

@@ -18,8 +18,8 @@ class CrossAttention(Mechanism, Mixer, frozen=True, kw_only=True):
 
     *Attention Is All You Need* (arXiv:1706.03762), section 3.2.3, encoder-decoder attention. x (B, T, D), memory
     (B, S, D); every query sees all real source tokens of its own document. Keys and values are computed once and
-    kept in the state. Cost of a token: ``4 D H E`` for q and o, ``4 S H E`` for S source tokens; k and v once a
-    source token.
+    kept in the state. Cost: ``4 D H E`` a target token for q and o, as much a source token for k and v, and
+    ``4 S H E`` a target token for S source tokens.
     """
 
     label = "cross_attn"
@@ -86,7 +86,7 @@ class CrossAttentionModule(Part):
 
 
 def _flops(spec: CrossAttention, width: int, n_keys: int) -> int:
-    # A target token's queries and outputs, and a source token's keys and values.
+    # One source token for every target token, as accounts charge them.
     return 8 * width * spec.n_heads * spec.head_dim + 4 * n_keys * spec.n_heads * spec.head_dim
 
 
