@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from phylon import __version__
-from phylon.hub import describe, load
+from phylon.families.llama import llama_spec
+from phylon.hub import describe, load, save
+from phylon.model import build
 
 MIXER = '''
 from phylon.layers.part import Linear, Part
@@ -92,6 +94,18 @@ def test_score_is_what_the_model_says(run: Callable, model_folder: Path) -> None
     assert run("score", model_folder, "--text", "abcd").out.splitlines()[1].split()[0] == "3"
 
 
+def test_encode_is_the_mean_of_what_the_model_sees(run: Callable, model_folder: Path) -> None:
+    data = json.loads(run("encode", model_folder, "--text", "abcd", "--text", "hh", "--json").out)
+    model = load(model_folder, device="cpu")
+    with torch.no_grad():
+        hidden = [model(torch.tensor([model.tokenizer.encode(text)])).hidden[0].mean(0) for text in ("abcd", "hh")]
+    first, second = (torch.nn.functional.normalize(h, dim=0) for h in hidden)
+    assert data["embeddings"][1] == pytest.approx(second.tolist(), abs=1e-5)
+    assert data["cosines"][0][1] == pytest.approx(float(first @ second), abs=1e-5)
+    lines = run("encode", model_folder, "--text", "abcd", "--text", "hh").out.splitlines()
+    assert lines[0].split()[1:] == ["1.0000", f"{data['cosines'][0][1]:.4f}", "abcd"]
+
+
 def test_account(run: Callable, model_folder: Path) -> None:
     data = json.loads(run("account", "gpt2", "--seq-len", 64, "--dtype", "float32", "--json").out)
     assert data["params_total"] == 124_439_808
@@ -139,11 +153,12 @@ def test_convert_there_and_back(run: Callable, model_folder: Path, tmp_path: Pat
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_convert_to_gguf(run: Callable, model_folder: Path, tmp_path: Path) -> None:
-    found = run("convert", model_folder, tmp_path / "m.gguf", "--to", "gguf", "--quant", "F16")
-    if found.code:
-        pytest.skip(found.err)
-    assert describe(tmp_path / "m.gguf").format == "gguf"
+def test_convert_to_gguf(run: Callable, tmp_path: Path) -> None:
+    spec = llama_spec(d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=96, vocab_size=64, max_seq_len=32)
+    save(build(spec, device="cpu"), tmp_path / "model")
+    assert run("convert", tmp_path / "model", tmp_path / "m.gguf", "--to", "gguf", "--quant", "F16").code == 0
+    assert describe(tmp_path / "m.gguf").spec == spec
+    assert run("generate", tmp_path / "m.gguf", "--prompt-ids", "1 2", "--max-new-tokens", 3).out.count(" ") == 2
 
 
 def test_verify(run: Callable, model_folder: Path) -> None:
@@ -160,7 +175,7 @@ def test_a_verdict_against_the_model_is_exit_code_1(
     from phylon.checkpoint import verify
 
     cell = verify.Cell(name="chunks", passed=False, error=0.5, bound=1e-5)
-    monkeypatch.setattr(verify, "verify", lambda model: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
+    monkeypatch.setattr(verify, "verify", lambda model, **_: verify.Report(dtype="float32", lengths=[3], cells=[cell]))
     found = run("verify", model_folder)
     assert found.code == 1
     assert "fails: chunks" in found.out

@@ -137,7 +137,7 @@ FOREIGN = {
     "huge": ({"hidden_size": 2**60}, "hidden_size"),
     "huge product": (
         {"hidden_size": 2**28, "num_attention_heads": 2**28, "head_dim": 2**28, "num_key_value_heads": 2**28},
-        "impossible sizes|does not hold",
+        "cannot be built|impossible sizes|does not hold",
     ),
     "large": ({"vocab_size": 2**28, "hidden_size": 2**27}, "does not hold"),
     "many blocks": ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
@@ -271,7 +271,7 @@ def test_native_configurations(tmp_path):
     changed(lambda data: data["model"]["decoder"].update(d_model=-3))
     refused(tmp_path / "a", "d_model")
     changed(lambda data: data["model"]["decoder"].update(d_model=2**62))
-    refused(tmp_path / "a", "impossible|does not hold")
+    refused(tmp_path / "a", "cannot be built|impossible|does not hold")
     changed(lambda data: data.pop("model"))
     refused(tmp_path / "a", "phylon.json")
     changed(lambda data: data.update(model=[]))
@@ -285,7 +285,7 @@ def test_native_configurations(tmp_path):
 GGUF_CHANGES = {
     "heads": (
         {f"llama.attention.{key}": 2**28 for key in ("head_count", "key_length", "value_length")},
-        "does not hold|impossible",
+        "cannot be built|impossible|does not hold",
     ),
     "no heads": ({"llama.attention.head_count": 0}, "head_count"),
     "text": ({"llama.embedding_length": "big"}, "embedding_length"),

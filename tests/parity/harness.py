@@ -28,6 +28,9 @@ def draw(module: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
+            if not parameter.requires_grad:
+                # A table of sinusoids, part of the method.
+                continue
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim < 2:
                 parameter.copy_(0.3 * noise + (0 if name.endswith("bias") else 1))

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from parity.decoders import VOCAB, check, refuses, transformers
+import phylon
+from parity.decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
 from phylon.families.bloom import read_config
 
@@ -51,3 +53,17 @@ def test_published_keys() -> None:
         read_config(Config(config | {"apply_residual_connection_post_layernorm": True}))
     with refuses("n_inner"):
         read_config(Config(config | {"n_inner": 1000}))
+
+
+def test_case_32_alibi_is_not_lost_on_a_state(tmp_path: Path) -> None:
+    """12 tokens split at 5: the bias counts from where the chunk stands; without it the logits are others."""
+    reference = drawn(build(n_head=3))
+    reference.save_pretrained(tmp_path)
+    ours = phylon.load(tmp_path, device="cpu")
+    without = phylon.build(phylon.override(ours.spec, {"decoder.blocks.*.attn.score_bias": None}), device="cpu").eval()
+    without.load_state_dict(ours.state_dict())
+    tokens = tokens_of(shape=(2, 12))
+    with torch.no_grad():
+        whole, state = reference_logits(reference, tokens, positions=False), ours.new_state(2)
+        close(torch.cat([ours(part, state=state).logits for part in tokens.split([5, 7], dim=1)], dim=1), whole)
+        assert float((without(tokens).logits - whole).abs().max()) > 1e-2 * float(whole.abs().max())

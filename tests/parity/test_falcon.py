@@ -70,5 +70,9 @@ def test_refused() -> None:
     config = build().config.to_dict()
     with refuses("new_decoder_architecture"):
         read_config(Config(config | {"multi_query": False, "num_kv_heads": 1}))
+    with refuses("apply_residual_connection_post_layernorm"):
+        read_config(Config(config | {"apply_residual_connection_post_layernorm": True}))
+    with refuses("partial rotary"):
+        read_config(Config(config | {"partial_rotary_factor": 0.5}))
     with refuses("num_ln_in_parallel_attn"):
         read_config(Config(config | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}))

@@ -6,7 +6,8 @@ import pytest
 
 from parity.decoders import VOCAB, check, refuses, transformers
 from phylon.families.base import Config
-from phylon.families.gpt_neox import read_config
+from phylon.families.gpt_neox import gpt_neox_spec, read_config, write_config
+from phylon.layers.positions.rotary import Rotary
 
 CONFIGS = {
     "parallel": {},
@@ -39,6 +40,13 @@ def test_old_keys() -> None:
     rest = {"num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 11}
     rotary = read_config(Config(old | rest)).decoder.blocks[0].op("attn").rotary
     assert (rotary.theta, rotary.dim) == (500.0, 4)
+
+
+def test_any_share_comes_back() -> None:
+    """30 of 44 features: the nearest share, times 44 and rounded down, would be 29."""
+    spec = gpt_neox_spec(d_model=88, n_heads=2, rotary=Rotary(dim=30))
+    assert read_config(Config(write_config(spec))) == spec
+    assert int(44 * (30 / 44)) == 29
 
 
 def test_unknown_key_is_refused() -> None:

@@ -29,5 +29,8 @@ def test_parity(name: str, tmp_path: Path) -> None:
 
 def test_rotary_dim_must_fit() -> None:
     config = build(rotary_dim=4).config.to_dict()
+    for key in ("scale_attn_weights", "rotary"):
+        with refuses(key):
+            read_config(Config(config | {key: False}))
     with refuses("rotary dim 10"):
         read_config(Config(config | {"rotary_dim": 10}))

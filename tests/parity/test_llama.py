@@ -104,7 +104,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn mscale alone": YARN | {"mscale": 0.7},
     "yarn attention_factor": YARN | {"attention_factor": 0.9},
     "yarn not truncated": YARN | {"truncate": False, "beta_fast": 8.0, "beta_slow": 0.7},
-    "yarn of one pair": YARN | {"original_max_position_embeddings": 6, "beta_fast": 1.0, "beta_slow": 1.0},
+    "yarn of one pair": YARN | {"original_max_position_embeddings": 6, "beta_fast": 1.001, "beta_slow": 1.0},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,

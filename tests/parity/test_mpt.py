@@ -8,7 +8,7 @@ import torch
 import phylon
 from parity.decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
-from phylon.families.mpt import mpt_slopes, read_config
+from phylon.families.mpt import mpt_slopes, mpt_spec, read_config
 from phylon.layers.positions.score_bias import alibi_slopes
 
 CONFIGS = {
@@ -62,6 +62,8 @@ def test_refused_attention(key: str, value: object) -> None:
 
 def test_refused(tmp_path: Path) -> None:
     config = build(n_heads=4).config.to_dict()
+    with refuses("4 x d_model"):
+        phylon.save(phylon.build(mpt_spec(d_model=24, n_heads=3, d_ff=48), device="cpu"), tmp_path / "a", format="hf")
     for key, value in (("no_bias", False), ("logit_scale", "inv_sqrt_d_model"), ("norm_type", "rmsnorm")):
         with refuses(key):
             read_config(Config(config | {key: value}))

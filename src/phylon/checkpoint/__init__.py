@@ -4,6 +4,7 @@ from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
 from phylon.checkpoint.mapping import Layout, LoadPlan, identity
 from phylon.checkpoint.rules import (
+    Computed,
     Concat,
     Constant,
     Drop,
@@ -22,6 +23,7 @@ from phylon.checkpoint.safetensors_io import open_safetensors, write_safetensors
 from phylon.checkpoint.source import MemorySource, TensorInfo, TensorSource
 
 __all__ = [
+    "Computed",
     "Concat",
     "Constant",
     "Drop",

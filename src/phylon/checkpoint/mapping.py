@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from phylon.checkpoint.files import quoted
-from phylon.checkpoint.rules import Constant, Drop, Rename, Rule, Shape
+from phylon.checkpoint.rules import Computed, Constant, Drop, Rename, Rule, Shape
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
@@ -54,22 +54,30 @@ class Layout:
     BERT's ``bert.``). The rules name it; where no key of a file has it, it is not asked for. It is always written.
     """
 
-    def __init__(self, rules: Iterable[Rule | Drop | Constant], optional_prefix: str = ""):
+    def __init__(self, rules: Iterable[Rule | Drop | Constant | Computed], optional_prefix: str = ""):
         every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
+        self._computed = [rule for rule in every if isinstance(rule, Computed)]
+        self._drops += [(_regex(r.theirs), Drop(r.theirs, "computed from the configuration")) for r in self._computed]
         self._prefix = optional_prefix
         self._parts = [
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
         ]
 
-    def share_of(self, names: Iterable[str]) -> float:
-        """Which part of ``names`` this layout has a place for: 1 for a checkpoint of its own."""
-        patterns = [name for rule in self.rules for name in (rule.theirs, *rule.aliases)]
-        known = [_regex(name) for name in patterns] + [regex for regex, _ in self._drops]
+    def fit(self, names: Iterable[str]) -> tuple[float, float]:
+        """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""
+        rules = [[_regex(name) for name in (rule.theirs, *rule.aliases)] for rule in self.rules]
         every = [(name, self._prefix + name) for name in names]
-        return sum(any(regex.fullmatch(n) for n in both for regex in known) for both in every) / max(1, len(every))
+
+        def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, str]) -> bool:
+            return any(regex.fullmatch(name) for regex in regexes for name in both)
+
+        drops = [regex for regex, _ in self._drops]
+        placed = sum(hits(drops, both) or any(hits(rule, both) for rule in rules) for both in every)
+        used = sum(any(hits(rule, both) for both in every) for rule in rules)
+        return placed / max(1, len(every)), used / max(1, len(rules))
 
     def plan(
         self, theirs: Mapping[str, TensorInfo], ours: Mapping[str, Shape], where: str = "the checkpoint"
@@ -146,7 +154,7 @@ class Layout:
         for name, value in constants:
             if not bool((ours[name] == value).all()):
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
-        return Unmapped(moves, ours)
+        return Unmapped(moves, ours, self._computed)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -191,17 +199,19 @@ class Layout:
 class Unmapped(Iterable[tuple[str, torch.Tensor]]):
     """Pairs ``(foreign name, tensor)``, made anew on every walk, so that a walk keeps one made tensor in memory."""
 
-    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor]):
-        self._moves, self._ours = moves, ours
+    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor], computed: Sequence[Computed] = ()):
+        self._moves, self._ours, self._computed = moves, ours, computed
 
     def __len__(self) -> int:
-        return sum(len(move.foreign) for move in self._moves)
+        return sum(len(move.foreign) for move in self._moves) + len(self._computed)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for move in self._moves:
             tensors = [self._ours[name].detach() for name in move.ours]
             for which, (name, _) in enumerate(move.foreign):
                 yield name, move.rule.give(tensors, which)
+        for rule in self._computed:
+            yield rule.theirs, rule.make()
 
 
 def identity(names: Iterable[str]) -> Layout:

@@ -7,7 +7,7 @@ is read off our names, so one rule serves every block of a stack, and an absent 
 What a layout may do to a tensor: move it (`Rename`), turn it over (`Transpose`), join several of ours row by row
 (`Fused`, usually through `Concat`, `PermuteRotary` or the rows that `interleaved` and `rotary_rows` give), keep a stack
 apart (`Stack`), store it under several names (`Tied`), or whatever else a pair of pure functions can undo (`Reshaped`).
-`Drop` and `Constant` say what only one side has.
+`Drop`, `Constant` and `Computed` say what only one side has.
 """
 
 from collections.abc import Callable, Sequence
@@ -194,6 +194,14 @@ class Constant:
 
     ours: str
     value: float
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A foreign tensor that follows from the configuration: passed over when read, made anew when written."""
+
+    theirs: str
+    make: Callable[[], torch.Tensor]
 
 
 def Concat(theirs: str, ours: tuple[str, ...], sizes: Sequence[int], dim: int = 0, transpose: bool = False) -> Fused:

@@ -7,6 +7,15 @@ from collections.abc import Callable
 
 import typer
 
+
+class Carried(Exception):
+    """Takes an exception past the option parser, which has its own ideas about interrupts and broken pipes."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 WRONG_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
@@ -17,8 +26,11 @@ def reported(command: Callable[[], object]) -> int:
     everything does under ``PHYLON_DEBUG=1``.
     """
     try:
-        code = command()
-        sys.stdout.flush()
+        try:
+            code = command()
+            sys.stdout.flush()
+        except Carried as carrier:
+            raise carrier.error from None
         return code if isinstance(code, int) else 0
     except BrokenPipeError:
         # Whoever read our output has left; nothing more can be said there, not even while Python shuts down.

@@ -15,7 +15,8 @@ def hoisted(args: Sequence[str]) -> list[str]:
         if arg == "--":
             rest += [arg, *left]
         elif arg == "--import":
-            moved += [arg, *[value for value in [next(left, None)] if value is not None]]
+            value = next(left, None)
+            (rest if value is None else moved).extend([arg] if value is None else [arg, value])
         elif arg.startswith("--import="):
             moved.append(arg)
         else:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -11,7 +11,8 @@ import phylon
 from phylon.cli.account import account
 from phylon.cli.chat import chat
 from phylon.cli.convert import convert
-from phylon.cli.errors import reported
+from phylon.cli.encode import encode
+from phylon.cli.errors import Carried, reported
 from phylon.cli.extend import hoisted, import_files
 from phylon.cli.generate import generate
 from phylon.cli.list import list_
@@ -25,6 +26,7 @@ COMMANDS = {
     "generate": generate,
     "chat": chat,
     "score": score,
+    "encode": encode,
     "show": show,
     "list": list_,
     "account": account,
@@ -33,16 +35,22 @@ COMMANDS = {
 }
 
 
-class InOrder(TyperGroup):
-    """Commands in the order in which one meets them."""
+class Commands(TyperGroup):
+    """Commands in the order in which one meets them; interrupts and system errors come through to ``reported``."""
 
-    def list_commands(self, ctx: object) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, OSError) as error:
+            raise Carried(error) from error
 
 
 app = typer.Typer(
     name="phylon",
-    cls=InOrder,
+    cls=Commands,
     help="One block, every Transformer: train, load, run and look inside.",
     add_completion=False,
     rich_markup_mode=None,

@@ -55,7 +55,7 @@ class _Page:
             times = f"{len(indices)} times, each" if len(indices) > 1 else ""
             yield self.row(1, f"blocks {in_short(indices)}", times, self.size(path))
             for sublayer, names in zip(block.sublayers, names_of_ops(block), strict=True):
-                yield self.row(2, formula(sublayer, names), "", None)
+                yield from (self.row(2, line, "", None) for line in formula(sublayer, names))
                 for part_name, part in _parts(sublayer, names):
                     yield from self.part(2, part_name, part, f"{path}.{part_name}")
         if stack.norm_final is not None:
@@ -100,7 +100,8 @@ def in_words(spec: Any) -> str:
 
 
 def _words(spec: Spec) -> list[str]:
-    numbers = list(_numbers(spec))
+    # A long tuple may be broken between its members too.
+    numbers = [piece for number in _numbers(spec) for piece in number.split(", ")]
     return [" ".join([type(spec).__name__, *numbers[:1]]), *numbers[1:]]
 
 
@@ -190,12 +191,15 @@ def names_of_ops(block: Block) -> list[list[str]]:
     return [[names[s, b] for b in range(len(sub.branches))] for s, sub in enumerate(block.sublayers)]
 
 
-def formula(sublayer: Sublayer, names: list[str]) -> str:
-    """``x = x + drop(attn(attn_norm(x)))``: the wiring of a sublayer."""
-    source = "x" if sublayer.norm_shared is None else f"{names[0]}_norm_shared(x)"
+def formula(sublayer: Sublayer, names: list[str]) -> Iterator[str]:
+    """``x = x + drop(attn(attn_norm(x)))``: the wiring of a sublayer; ``h`` is what branches share."""
+    source = "x"
+    if sublayer.norm_shared is not None:
+        source = "h"
+        yield f"h = {names[0]}_norm_shared(x)"
     terms = [_term(branch, name, source) for branch, name in zip(sublayer.branches, names, strict=True)]
     total = " + ".join(["x", *terms])
-    return f"x = {total}" if sublayer.norm_out is None else f"x = {names[0]}_norm_out({total})"
+    yield f"x = {total}" if sublayer.norm_out is None else f"x = {names[0]}_norm_out({total})"
 
 
 def _term(branch: Branch, name: str, source: str) -> str:

@@ -49,8 +49,11 @@ def train(
 
 
 def clear(out: Path) -> None:
-    """Remove the files of the run in ``out``, and nothing else."""
-    for name in RUN_FILES if (out / "recipe.toml").exists() else ():
+    """Remove the files of the run in ``out``, even of one that never began, and nothing else."""
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    if "recipe.toml" not in names and not names <= set(RUN_FILES):
+        return
+    for name in RUN_FILES:
         path = out / name
         if path.is_dir():
             shutil.rmtree(path)

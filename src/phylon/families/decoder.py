@@ -145,14 +145,15 @@ def decoder_of(spec: ModelSpec) -> Stack:
     return spec.decoder
 
 
-def part(value: Any, kind: type[T], what: str) -> T:
+def part(value: Any, kind: type[T] | tuple[type[T], ...], what: str) -> T:
     """``value`` as the kind of part a format can say, or a one-line refusal."""
     if not isinstance(value, kind):
-        raise UserError(f"this format needs {what} to be {kind.__name__}, the model has {type(value).__name__}")
+        wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise UserError(f"this format needs {what} to be {wanted}, the model has {type(value).__name__}")
     return value
 
 
-def op_of(stack: Stack, name: str, kind: type[T]) -> T:
+def op_of(stack: Stack, name: str, kind: type[T] | tuple[type[T], ...]) -> T:
     """The op of one name in the first block."""
     block = stack.blocks[0]
     if name not in block.ops():

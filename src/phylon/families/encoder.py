@@ -1,9 +1,9 @@
-"""The post-norm encoder that BERT and its descendants share, its task heads, and their foreign names."""
+"""The post-norm encoder that BERT and its descendants share, its task heads, and the foreign names of both."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phylon.checkpoint import Drop, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Computed, Drop, Layout, Rename, Rule, Tied
 from phylon.families.base import Config
 from phylon.families.decoder import head_width, part
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -117,6 +117,7 @@ def read_task(config: Config, prefix: str, tasks: Mapping[str, tuple[str, ...]])
 
 def task_of(spec: ModelSpec, prefix: str, tasks: Mapping[str, tuple[str, ...]]) -> str:
     """The architecture's name for the heads of ``spec``."""
+    encoder_of(spec)
     heads = set(spec.heads) or set(tasks["Model"])
     for name, theirs in tasks.items():
         if set(theirs) == heads:
@@ -215,6 +216,6 @@ def is_bare(spec: ModelSpec) -> bool:
     return set(spec.heads) <= {"pooled"}
 
 
-def bare_layout(spec: ModelSpec, rules: list[Rule | Drop], prefix: str) -> Layout:
+def bare_layout(spec: ModelSpec, rules: Iterable[Rule | Drop | Computed], prefix: str) -> Layout:
     """The layout of these rules; files of the bare model lack ``prefix``."""
     return Layout(rules, optional_prefix="" if is_bare(spec) else prefix)

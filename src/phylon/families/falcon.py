@@ -109,6 +109,8 @@ def read_config(config: Config) -> ModelSpec:
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
     max_seq_len = config.size("max_position_embeddings", 2048)
     alibi = config.take("alibi", False, bool)
+    why = "Falcon's residual is taken before the norm"
+    config.expect("apply_residual_connection_post_layernorm", False, why=why)
     rotary = whole_heads(read_rotary(config, head_width(d_model, n_heads), max_seq_len), config.where)
     n_kv_heads, residual = _read_arrangement(config, n_heads)
     spec = falcon_spec(

@@ -95,8 +95,9 @@ def read_config(config: Config) -> ModelSpec:
     max_seq_len = config.size("max_position_embeddings", 2048)
     theta, share = config.number("rotary_emb_base", 10_000.0), config.number("rotary_pct", _SHARE)
     rotary = read_rotary(config, head_width(d_model, n_heads), max_seq_len, default_theta=theta, default_share=share)
-    # The classifier is no part of the language model; a decoder is what this always is.
-    config.ignore("classifier_dropout", "is_decoder")
+    # The classifier is no part of the language model, a decoder is what this always is, and two rates of the 20B's
+    # training go by names that its reference does not read.
+    config.ignore("classifier_dropout", "is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob")
     spec = gpt_neox_spec(
         d_model=d_model,
         n_layers=config.depth("num_hidden_layers"),

@@ -77,7 +77,9 @@ def gptj_spec(
 def read_config(config: Config) -> ModelSpec:
     # The summary head is no part of the language model.
     config.ignore("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels")
-    config.ignore("summary_first_dropout", "n_ctx", "scale_attn_weights", "rotary")
+    config.ignore("summary_first_dropout", "n_ctx")
+    config.expect("scale_attn_weights", True, why="GPT-J scales its scores")
+    config.expect("rotary", True, why="GPT-J's positions are rotary")
     spec = gptj_spec(
         d_model=config.size("n_embd"),
         n_layers=config.depth("n_layer"),

@@ -134,13 +134,15 @@ def _read_attention(table: Config) -> dict[str, Any]:
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     stack = decoder_of(spec)
     attention, ffn, embed = op_of(stack, "attn", Attention), op_of(stack, "ffn", MLP), embed_of(stack)
+    if ffn.d_ff != 4 * stack.d_model:
+        raise UserError(f"the reference of MPT has feed-forwards of 4 x d_model only, the model's is {ffn.d_ff}")
     return {
         "architectures": ["MptForCausalLM"],
         "model_type": "mpt",
         "d_model": stack.d_model,
         "n_layers": len(stack.blocks),
         "n_heads": attention.n_heads,
-        "expansion_ratio": ffn.d_ff // stack.d_model,
+        "expansion_ratio": 4,
         "vocab_size": embed.vocab_size,
         "max_seq_len": spec.max_seq_len,
         "attn_config": {

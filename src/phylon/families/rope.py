@@ -85,11 +85,17 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
+def _share(dim: int, head_dim: int) -> float:
+    """The share that every reader, which rounds ``share x head_dim`` down, turns into ``dim`` again."""
+    share = dim / head_dim
+    return share if int(share * head_dim) == dim else math.nextafter(share, 1.0)
+
+
 def write_rotary(rotary: Rotary, head_dim: int, max_seq_len: int) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling``, which older and newer readers both understand."""
     config: dict[str, Any] = {"rope_theta": rotary.theta}
     if rotary.dim is not None:
-        config["partial_rotary_factor"] = rotary.dim / head_dim
+        config["partial_rotary_factor"] = _share(rotary.dim, head_dim)
     scaling = rotary.scaling
     if scaling is None:
         return config

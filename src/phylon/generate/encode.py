@@ -10,6 +10,8 @@ from phylon.model import Model
 from phylon.spec.errors import UserError
 
 Pooling = Literal["mean", "first", "last"]
+FAIR = 512
+"""Tokens in a batch from which on padding costs more than another call."""
 
 
 @torch.inference_mode()
@@ -55,14 +57,19 @@ def encode(
 def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Indices in batches, longest first (what does not fit fails at once); at most ``batch_tokens`` each, padding too.
 
-    A text that is longer than that makes a batch of its own.
+    A batch of a fair size also ends where a text is a tenth shorter than its longest, so that few texts of very
+    different lengths pay for little padding too. A text of more than ``batch_tokens`` makes a batch of its own.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    start = 0
-    while start < len(order):
-        count = max(1, batch_tokens // lengths[order[start]])
-        yield order[start : start + count]
-        start += count
+    batch: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        width = lengths[batch[0]] if batch else lengths[i]
+        full = width * (len(batch) + 1) > batch_tokens
+        if batch and (full or (10 * lengths[i] < 9 * width and width * len(batch) >= FAIR)):
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
 
 
 def _shortened(ids: list[int], most: int | None) -> list[int]:

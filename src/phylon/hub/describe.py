@@ -56,21 +56,22 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "model", "generation")]
+        unknown = [key for key in data if key not in ("schema", "family", "model", "generation")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
+        if not isinstance(data.get("family", ""), str):
+            raise UserError(f"'family' must be a name, got {data['family']!r}")
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
-    named = data.get("family")
     return Description(
         path=path,
         format="native",
         family=None,
         spec=spec,
         generation=generation,
-        written_as=named if isinstance(named, str) else None,
+        written_as=data.get("family"),
     )
 
 
@@ -84,6 +85,9 @@ def _hf(path: Path) -> Description:
     spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+    if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
+        # T5 and Marian start from padding, also where a file does not say so.
+        generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
 
 

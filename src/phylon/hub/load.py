@@ -52,6 +52,8 @@ def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
     """The model without memory, once its sizes are known to be possible and within what the files hold."""
     try:
         model = build_meta(spec)
+    except UserError as error:
+        raise UserError(f"the configuration of '{path}' cannot be built: {error}") from None
     except (RuntimeError, OverflowError):
         raise UserError(f"the configuration of '{path}' asks for impossible sizes; correct it") from None
     held = sum(math.prod(info.shape) for info in source.tensors.values())
@@ -75,14 +77,15 @@ def _layout(found: Description, model: Model) -> Layout:
 def _check_family(found: Description, layout: Layout, source: TensorSource) -> None:
     """Names both families where the tensors are clearly those of another than the configuration says."""
     names = list(source.tensors)
-    if found.format != "hf" or found.family is None or layout.share_of(names) >= 0.5:
+    if found.format != "hf" or found.family is None or layout.fit(names)[0] >= 0.5:
         return
-    for other in families():
-        if other.hf is not None and other.hf.layout(other.cases()[0]).share_of(names) >= 0.9:
-            raise UserError(
-                f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
-                f"family '{other.name}': put the right config.json beside them"
-            )
+    fits = {f.name: f.hf.layout(f.cases()[0]).fit(names) for f in families() if f.hf is not None}
+    nearest = max(fits, key=fits.__getitem__)
+    if fits[nearest][0] >= 0.9:
+        raise UserError(
+            f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
+            f"family '{nearest}': put the right config.json beside them"
+        )
 
 
 def _fill(model: Model, source: TensorSource, layout: Layout, path: Path, dtype: Any, device: Any) -> None:

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -153,7 +153,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path, replace: bool) -> Iterator[Path]:
+def _new_folder(target: Path, replace: bool) -> Generator[Path]:
     """A folder beside ``target`` that takes its place when the block succeeds, and vanishes when it fails."""
     if target.exists() and not replace and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists and is not empty; choose another folder or remove it")
@@ -178,7 +178,7 @@ def _new_folder(target: Path, replace: bool) -> Iterator[Path]:
 
 
 @contextmanager
-def _reported(target: Path, beside: Path) -> Iterator[None]:
+def _reported(target: Path, beside: Path) -> Generator[None]:
     """What the operating system refuses, as one line about ``target``; ``beside`` is where it was being written."""
     try:
         yield

@@ -196,6 +196,8 @@ class Model(Part):
         stack = self.decoder or self.encoder
         assert stack is not None
         out = Output(hidden=stack(tokens, embeds, ctx), aux=ctx.aux)
+        if out.hidden.dtype == torch.float16 and not self.training:
+            _refuse_overflow(out.hidden, ctx)
         self._run_heads(out, ctx, targets, logits)
         return out
 
@@ -283,6 +285,15 @@ def _is_one_document(segments: Tensor, state: State | None) -> bool:
     if segments.device.type != "cpu" or not bool((segments == 1).all()):
         return False
     return state is None or (state.aligned and all(s in (0, 1) for s in state.last_segment))
+
+
+def _refuse_overflow(hidden: Tensor, ctx: Context) -> None:
+    """float16 ends at 65,504; T5's released weights go beyond, and a clamped value is a wrong one."""
+    finite = hidden.isfinite().all(-1)
+    if ctx.records.segments is not None:
+        finite = finite | (ctx.records.segments == 0)
+    if not bool(finite.all()):
+        raise UserError("the values overflow float16; load the model with dtype='bfloat16' or 'float32'")
 
 
 def _last_real(hidden: Tensor, ctx: Context) -> Tensor:

@@ -131,6 +131,11 @@ def cleared(tensor: Tensor, real: Tensor | None) -> Tensor:
     return tensor.masked_fill(~real.reshape(*real.shape, *[1] * (tensor.ndim - 2)), 0)
 
 
+def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The factor (B, T) on what came before each step: 0 where a document starts, else 1."""
+    return None if resets is None else (~resets).to(dtype)
+
+
 def _check_rank(tensor: Tensor, rank: int, what: str) -> None:
     if tensor.ndim != rank or 0 in tensor.shape:
         raise UserError(f"a scan takes {what}, none of them 0, got {tuple(tensor.shape)}")

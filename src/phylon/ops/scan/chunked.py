@@ -1,19 +1,18 @@
 """The selective scan in chunks: what belongs to all steps of a chunk at once, the recurrence step by step.
 
-Only a chunk's states ever exist: the backward pass computes them again from the state at the chunk's start.
+Only a chunk's states ever exist, in buffers that every chunk uses again; the backward pass computes them once more from
+the state at the chunk's start.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from phylon.ops.scan.call import ScanCall, cleared, wide
+from phylon.ops.scan.call import ScanCall, cleared, kept, wide
 
 _CHUNK_NUMBERS = 2**18
-"""Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache and pay for fresh pages at every turn."""
+"""Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache."""
 _LONGEST = 64
 _SHORTEST = 16
 """Of every chunk the first state is kept for the backward pass: at 16 steps they are as large as ``x`` for N = 16."""
@@ -33,10 +32,8 @@ class ScanChunked:
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)
         x, dt, B, C = (cleared(t, call.breaks.real) for t in (x, dt, B, C))
-        batch, _, width = x.shape
-        h = x.new_zeros(batch, *A.shape) if call.state is None else call.state.to(x.dtype)
-        keep = kept(call.breaks.resets, x.dtype)
-        y, h = in_chunks(_chunk, chunk_length(batch * width * A.shape[1]), (x, dt, B, C, keep), (A, D), h)
+        h = x.new_zeros(len(x), *A.shape) if call.state is None else call.state.to(x.dtype)
+        y, h = _Scan.apply(x, dt, A, B, C, D, h, kept(call.breaks.resets, x.dtype))
         return y.to(call.x.dtype), h
 
 
@@ -45,104 +42,102 @@ def chunk_length(numbers: int) -> int:
     return min(_LONGEST, max(_SHORTEST, _CHUNK_NUMBERS // numbers))
 
 
-def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The factor (B, T) on what came before each step: 0 where a document starts, else 1."""
-    return None if resets is None else (~resets).to(dtype)
+class _Scan(torch.autograd.Function):
+    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``h`` (B, D, N), ``keep`` (B, T)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, h: Tensor, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        length = min(x.shape[1], chunk_length(h.numel()))
+        decay, states = (x.new_empty(len(x), length, *A.shape) for _ in range(2))
+        y, starts = torch.empty_like(x), []
+        for at in range(0, x.shape[1], length):
+            now = slice(at, at + length)
+            starts.append(h)
+            decay, states = decay[:, : x.shape[1] - at], states[:, : x.shape[1] - at]
+            _fill(decay, states, h, x[:, now], dt[:, now], A, B[:, now], None if keep is None else keep[:, now])
+            read = (states @ C[:, now, :, None])[..., 0]
+            y[:, now] = torch.addcmul(read, x[:, now], D)
+            # A copy: the buffer is used again, and a view would keep all of it alive.
+            h = states[:, -1].clone()
+        if any(ctx.needs_input_grad):
+            ctx.length = length
+            ctx.save_for_backward(x, dt, A, B, C, D, keep, torch.stack(starts))
+        return y, h
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        grad_y: Tensor = grad_outputs[0]
+        carry: Tensor = grad_outputs[1]
+        x, dt, A, B, C, D, keep, starts = ctx.saved_tensors
+        buffers = tuple(x.new_empty(len(x), ctx.length, *A.shape) for _ in range(3))
+        grad_x, grad_dt, grad_B, grad_C = (torch.empty_like(t) for t in (x, dt, B, C))
+        grad_A = torch.zeros_like(A)
+        for i in reversed(range(len(starts))):
+            now = slice(i * ctx.length, (i + 1) * ctx.length)
+            x_, dt_, B_, C_, g = x[:, now], dt[:, now], B[:, now], C[:, now], grad_y[:, now]
+            decay, states, d = (buffer[:, : x_.shape[1]] for buffer in buffers)
+            _fill(decay, states, starts[i], x_, dt_, A, B_, None if keep is None else keep[:, now])
+            grad_C[:, now] = (g[:, :, None] @ states)[:, :, 0]
+            # The gradient of every state: d_t = C_t g_t + a_{t+1} d_{t+1}, the same recurrence backwards in time.
+            torch.mul(g[..., None], C_[:, :, None], out=d)
+            d[:, -1] += carry
+            recur_back(decay, d)
+            carry = decay[:, 0] * d[:, 0]
+            grad_u = (d @ B_[..., None])[..., 0]
+            grad_B[:, now] = ((dt_ * x_)[:, :, None] @ d)[:, :, 0]
+            # Of the exponent dt A: d_t times what the step before left.
+            d.mul_(decay)
+            d[:, 0].mul_(starts[i])
+            d[:, 1:].mul_(states[:, :-1])
+            grad_A += torch.mul(d, dt_[..., None], out=decay).sum((0, 1))
+            grad_dt[:, now] = torch.addcmul(torch.mul(d, A, out=decay).sum(-1), grad_u, x_)
+            grad_x[:, now] = torch.addcmul(g * D, grad_u, dt_)
+        return grad_x, grad_dt, grad_A, grad_B, grad_C, (grad_y * x).sum((0, 1)), carry, None
 
 
-def in_chunks(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    length: int,
-    by_time: tuple[Tensor | None, ...],
-    constant: tuple[Tensor, ...],
-    h: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """``function(h, *chunks, *constant) -> (y, h)`` over chunks of ``length`` steps of every (B, T, …) in ``by_time``.
-
-    Under autograd only the inputs and the state at the start of each chunk are kept.
-    """
-    first = by_time[0]
-    assert first is not None
-    n_steps = first.shape[1]
-    if n_steps <= length:
-        return function(h, *by_time, *constant)
-    n_chunks = -(-n_steps // length)
-    # split, not slices: its gradient is one concatenation, theirs a full-length tensor each.
-    pieces = zip(*([None] * n_chunks if t is None else t.split(length, 1) for t in by_time), strict=True)
-    recompute = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (h, *by_time, *constant))
-    outputs = []
-    for piece in pieces:
-        if recompute:
-            y, h = checkpoint(function, h, *piece, *constant, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, h = function(h, *piece, *constant)
-        outputs.append(y)
-    return torch.cat(outputs, 1), h
-
-
-def _chunk(
-    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, keep: Tensor | None, A: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor]:
-    decay = torch.exp(dt[..., None] * A)  # (B, L, D, N)
+def _fill(
+    decay: Tensor, states: Tensor, h: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, keep: Tensor | None
+) -> None:
+    """One chunk's decay factors and states (B, L, D, N) into their buffers, from the state ``h`` before it."""
+    torch.mul(dt[..., None], A, out=decay).exp_()
     if keep is not None:
-        decay = decay * keep[..., None, None]
-    inputs = (dt * x)[..., None] * B[..., None, :]
-    if x.shape[1] == 1:
-        states = torch.addcmul(inputs, decay, h[:, None])
-    else:
-        states = _Recurrence.apply(decay, inputs, h)
-    y = (states @ C[..., None])[..., 0]
-    # A copy: a view of the last state would keep all of them alive.
-    return torch.addcmul(y, x, D), states[:, -1].clone()
+        decay.mul_(keep[..., None, None])
+    torch.mul((dt * x)[..., None], B[:, :, None], out=states)
+    recur(decay, states, h)
 
 
-class _Recurrence(torch.autograd.Function):
-    """All states (B, L, D, N) of ``h_t = a_t h_{t-1} + b_t`` for ``a``, ``b`` (B, L, D, N) and the first ``h``."""
+def recur(a: Tensor, b: Tensor, h: Tensor) -> None:
+    """``b_t <- b_t + a_t b_{t-1}`` in place along dimension 1, with ``h`` before the first.
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, h: Tensor) -> Tensor:
-        states = step_by_step(a, b, h) if a.device.type == "cpu" else doubling(a, b, h)
-        ctx.save_for_backward(a, h, states)
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        grad: Tensor = grad_outputs[0]
-        a, h, states = ctx.saved_tensors
-        # The gradient runs the same recurrence backwards in time: d_t = grad_t + a_{t+1} d_{t+1}.
-        last = torch.zeros_like(h)
-        if a.device.type == "cpu":
-            grad_b = step_by_step(a, grad, last, backwards=True)
-        else:
-            after = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
-            grad_b = doubling(after.flip(1), grad.flip(1), last).flip(1)
-        grad_a = torch.empty_like(a)
-        torch.mul(grad_b[:, 0], h, out=grad_a[:, 0])
-        torch.mul(grad_b[:, 1:], states[:, :-1], out=grad_a[:, 1:])
-        return grad_a, grad_b, a[:, 0] * grad_b[:, 0]
+    On a CPU a loop of fused steps, which moves the least memory; elsewhere log2(L) rounds over the whole chunk (Hillis
+    and Steele 1986), which launch the fewest kernels.
+    """
+    if a.device.type != "cpu":
+        b[:, 0].addcmul_(a[:, 0], h)
+        double(a.clone(), b)
+        return
+    for factor, state in zip(a.unbind(1), b.unbind(1), strict=True):
+        h = state.addcmul_(factor, h)
 
 
-def step_by_step(a: Tensor, b: Tensor, h: Tensor, *, backwards: bool = False) -> Tensor:
-    """The recurrence as a loop of fused steps: the least memory traffic. Backwards: ``d_t = b_t + a_{t+1} d_{t+1}``."""
-    states = torch.empty_like(b)
-    factors, terms, outs = a.unbind(1), b.unbind(1), states.unbind(1)
-    if not backwards:
-        for factor, term, out in zip(factors, terms, outs, strict=True):
-            h = torch.addcmul(term, factor, h, out=out)
-        return states
-    h = outs[-1].copy_(terms[-1])
-    for factor, term, out in zip(factors[:0:-1], terms[-2::-1], outs[-2::-1], strict=True):
-        h = torch.addcmul(term, factor, h, out=out)
-    return states
+def recur_back(a: Tensor, b: Tensor) -> None:
+    """``b_t <- b_t + a_{t+1} b_{t+1}`` in place, the recurrence against time."""
+    if a.device.type != "cpu":
+        turned = b.flip(1)
+        double(torch.cat([torch.zeros_like(a[:, :1]), a[:, 1:].flip(1)], 1), turned)
+        b.copy_(turned.flip(1))
+        return
+    factors, states = a.unbind(1), b.unbind(1)
+    for t in range(len(states) - 2, -1, -1):
+        states[t].addcmul_(factors[t + 1], states[t + 1])
 
 
-def doubling(a: Tensor, b: Tensor, h: Tensor) -> Tensor:
-    """The recurrence in log2(L) rounds over the whole chunk (Hillis and Steele 1986): few launches on a GPU."""
-    factors, states = a.clone(), b.clone()
-    states[:, 0].addcmul_(a[:, 0], h)
+def double(a: Tensor, b: Tensor) -> None:
+    """``b_t <- b_t + a_t b_{t-1}`` by doubling; ``a`` is overwritten."""
     reach = 1
     while reach < a.shape[1]:
-        states[:, reach:] += factors[:, reach:] * states[:, :-reach]
-        factors[:, reach:] = factors[:, reach:] * factors[:, :-reach]
+        b[:, reach:] += a[:, reach:] * b[:, :-reach]
+        a[:, reach:] = a[:, reach:] * a[:, :-reach]
         reach *= 2
-    return states

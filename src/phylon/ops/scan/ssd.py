@@ -3,11 +3,13 @@
 Dao and Gu (arXiv:2405.21060), section 6. Only one chunk's (B, H, L, L) weights ever exist.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from phylon.ops.scan.call import SSDCall, cleared, wide
-from phylon.ops.scan.chunked import in_chunks, kept
+from phylon.ops.scan.call import SSDCall, cleared, kept, wide
 
 CHUNK = 64
 
@@ -38,6 +40,36 @@ class SSDChunked:
         else:
             y, h = in_chunks(_chunk, CHUNK, (*by_time, call.breaks.resets), constant, h)
         return y.flatten(2, 3).to(call.x.dtype), h.flatten(1, 2)
+
+
+def in_chunks(
+    function: Callable[..., tuple[Tensor, Tensor]],
+    length: int,
+    by_time: tuple[Tensor | None, ...],
+    constant: tuple[Tensor, ...],
+    h: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``function(h, *chunks, *constant) -> (y, h)`` over chunks of ``length`` steps of every (B, T, …) in ``by_time``.
+
+    Under autograd only the inputs and the state at the start of each chunk are kept.
+    """
+    first = by_time[0]
+    assert first is not None
+    n_steps = first.shape[1]
+    if n_steps <= length:
+        return function(h, *by_time, *constant)
+    n_chunks = -(-n_steps // length)
+    # split, not slices: its gradient is one concatenation, theirs a full-length tensor each.
+    pieces = zip(*([None] * n_chunks if t is None else t.split(length, 1) for t in by_time), strict=True)
+    recompute = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (h, *by_time, *constant))
+    outputs = []
+    for piece in pieces:
+        if recompute:
+            y, h = checkpoint(function, h, *piece, *constant, use_reentrant=False, preserve_rng_state=False)
+        else:
+            y, h = function(h, *piece, *constant)
+        outputs.append(y)
+    return torch.cat(outputs, 1), h
 
 
 def _step(
