@@ -40,6 +40,7 @@ BOOLEANS = {
     ("mamba2", "bias"),
     ("mamba2", "conv_bias"),
     ("mlp", "bias"),
+    ("mla", "bias"),
     ("softmax_router", "bias"),
     ("yarn_scaling", "round_ramp"),
 }

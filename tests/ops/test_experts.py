@@ -165,3 +165,10 @@ def test_what_does_not_fit(change: dict, words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         experts(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_shapes_on_the_meta_device() -> None:
+    x, chosen, gates = (t.to("meta") for t in call(7, 3, 2))
+    w = weights(3, 8, 5, gated=True)
+    w = ExpertWeights(up=w.up.to("meta"), down=w.down.to("meta"))
+    assert experts(x, chosen, gates, w).shape == (7, 8)

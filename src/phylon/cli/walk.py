@@ -59,8 +59,15 @@ def walk(spec: ModelSpec, batch: int, seq_len: int) -> Stations:
     """Path and shape of every recorded tensor and every norm's output, in the order of the pass."""
     if any(not hasattr(stack.embed, "vocab_size") for stack in spec.stacks.values()):
         raise UserError("--shapes feeds token ids, and this model takes other inputs")
-    model = build(spec, device="meta").eval()
-    tokens = torch.zeros(batch, seq_len, dtype=torch.int64, device="meta")
+    try:
+        return _pass(build(spec, device="meta").eval(), batch, seq_len)
+    except RuntimeError:
+        # Routers look at their values, which the meta device has not.
+        return _pass(_hollow(spec).eval(), batch, seq_len)
+
+
+def _pass(model: Model, batch: int, seq_len: int) -> Stations:
+    spec, tokens = model.spec, torch.zeros(batch, seq_len, dtype=torch.int64, device=model.device)
     both = spec.encoder is not None and spec.decoder is not None
     inputs: dict[str, Any] = {"source": tokens} if both else {}
     with torch.inference_mode(), record(model, "*") as taps:
@@ -70,6 +77,18 @@ def walk(spec: ModelSpec, batch: int, seq_len: int) -> Stations:
             hook.remove()
     given = [(name, tuple(value.shape)) for name, value in (inputs | {"tokens": tokens}).items()]
     return given + [(path, tuple(value.shape)) for path, value in taps.items()]
+
+
+def _hollow(spec: ModelSpec) -> Model:
+    """A model on the CPU whose every weight is one zero, seen as the whole tensor: any size, and no memory."""
+    model = build(spec, device="meta")
+    for module in model.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            zero = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            module._parameters[name] = torch.nn.Parameter(zero, requires_grad=False)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return model
 
 
 def _recorded(module: torch.nn.Module, path: str, taps: dict[str, torch.Tensor]) -> Any:

@@ -24,7 +24,7 @@ from phylon.patterns import Causal, Full
 from phylon.spec.base import FeedForward, Init, Op
 from phylon.spec.errors import UserError, did_you_mean
 
-_BIAS = "rel_bias"
+BIAS = "rel_bias"
 
 
 def t5_spec(
@@ -55,7 +55,7 @@ def t5_spec(
         n_kv_heads=n_heads,
         head_dim=head_dim,
         pattern=Full(),
-        score_bias=SharedRef(name=_BIAS),
+        score_bias=SharedRef(name=BIAS),
         scale=1.0,
         dropout=dropout,
     )
@@ -68,7 +68,7 @@ def t5_spec(
             d_model=d_model,
             embed=TokenEmbed(vocab_size=vocab_size, dropout=dropout),
             blocks=(Block(sublayers=sublayers),) * n_blocks,
-            shared={_BIAS: bias},
+            shared={BIAS: bias},
             norm_final=norm,
             dropout=dropout,
         )
@@ -161,7 +161,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         tied = TIED_HEAD in spec.ties if spec.heads else True
     attention, embed = op_of(encoder, "attn", Attention), embed_of(encoder)
     ffn = op_of(encoder, "ffn", (GLU, MLP))
-    bias = part(encoder.shared.get(_BIAS), T5Bias, "the shared bias")
+    bias = part(encoder.shared.get(BIAS), T5Bias, "the shared bias")
     if scaled and not tied:
         raise UserError("T5 scales the head's input only where the head is the embedding")
     if scaled and spec.heads and lm_of(spec).scale != encoder.d_model**-0.5:
@@ -204,8 +204,8 @@ def hf_layout(spec: ModelSpec) -> Layout:
     tied = (*shared, "lm_head.weight") if TIED_HEAD in spec.ties else shared
     rules: list[Rule | Drop] = [
         Tied("shared.weight", EMBEDDING, tied),
-        *_stack_rules("encoder", ("attn", "ffn"), gated),
-        *_stack_rules("decoder", ("attn", "cross_attn", "ffn"), gated),
+        *stack_rules("encoder", ("attn", "ffn"), gated),
+        *stack_rules("decoder", ("attn", "cross_attn", "ffn"), gated),
         Rename("lm_head.weight", "heads.lm.proj.weight"),
         Drop(
             "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
@@ -217,12 +217,13 @@ def hf_layout(spec: ModelSpec) -> Layout:
     return Layout(rules)
 
 
-def _stack_rules(stack: str, ops: tuple[str, ...], gated: bool) -> list[Rule]:
+def stack_rules(stack: str, ops: tuple[str, ...], gated: bool, ffn: str = "DenseReluDense") -> list[Rule]:
+    """Everything of a stack but its embedding; ``ffn`` is the reference's name of a feed-forward network."""
     names = {"attn": "SelfAttention", "cross_attn": "EncDecAttention"}
     theirs, ours = f"{stack}.block.{{i}}.layer.", f"{stack}.blocks.{{i}}."
     table = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     rules: list[Rule] = [
-        Rename(table, f"{stack}.shared.{_BIAS}.weight"),
+        Rename(table, f"{stack}.shared.{BIAS}.weight"),
         Rename(f"{stack}.final_layer_norm.weight", f"{stack}.norm_final.weight"),
     ]
     for number, op in enumerate(ops):
@@ -231,7 +232,7 @@ def _stack_rules(stack: str, ops: tuple[str, ...], gated: bool) -> list[Rule]:
             at = f"{theirs}{number}.{names[op]}."
             rules += [Rename(f"{at}{x}.weight", f"{ours}{op}.{x}_proj.weight") for x in "qkvo"]
     maps = {"gate_proj": "wi_0", "up_proj": "wi_1"} if gated else {"up_proj": "wi"}
-    at = f"{theirs}{len(ops) - 1}.DenseReluDense."
+    at = f"{theirs}{len(ops) - 1}.{ffn}."
     return rules + [
         Rename(f"{at}{x}.weight", f"{ours}ffn.{name}.weight") for name, x in (maps | {"down_proj": "wo"}).items()
     ]

@@ -113,8 +113,9 @@ class Experts(Part):
 
     def forward(self, x: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
         """(B, T, D) from ``x`` (B, T, D), ``chosen`` and ``gates`` (B, T, k)."""
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        device = x.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
         gate = self.gate_proj
         weights = ExpertWeights(
             up=self.up_proj.weight,

@@ -75,7 +75,7 @@ class GroupedSigmoidRouter(Mechanism, Router, frozen=True, kw_only=True):
             raise UserError(f"scale must be above 0, got {self.scale}")
 
     def check(self, n_experts: int) -> None:
-        if n_experts % self.n_groups or n_experts // self.n_groups < 2:
+        if n_experts % self.n_groups or (self.n_groups > 1 and n_experts < 2 * self.n_groups):
             raise UserError(f"n_experts {n_experts} must be n_groups {self.n_groups} times at least 2")
         open_experts = n_experts // self.n_groups * self.top_groups
         if not 1 <= self.top_k <= open_experts:

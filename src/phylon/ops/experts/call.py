@@ -67,14 +67,16 @@ class ExpertCall:
         return dropout(made, self.dropout) if self.dropout else made
 
     def sorted(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The dispatched choices by expert, in token order within one.
+        """All choices by expert, in token order within one, and last those that are not dispatched.
 
-        ``token`` (M,) and ``place`` (M,), the flat index of token and choice; ``counts`` (X,) says how many each has.
+        ``token`` (N k,) and ``place`` (N k,), the flat index of token and choice; ``counts`` (X,) how many each has.
+        Asks the device for nothing.
         """
         flat = self.chosen.flatten()
-        counts = torch.bincount(flat + 1, minlength=self.n_experts + 1)
-        place = torch.argsort(flat, stable=True)[counts[0] :]
-        return place // self.chosen.shape[1], place, counts[1:]
+        flat = torch.where(flat < 0, self.n_experts, flat)
+        counts = flat.new_zeros(self.n_experts + 1).scatter_add(0, flat, torch.ones_like(flat))
+        place = torch.argsort(flat, stable=True)
+        return place // self.chosen.shape[1], place, counts[:-1]
 
     def combine(self, out: Tensor, token: Tensor, place: Tensor) -> Tensor:
         """(N, D): the experts' outputs (M, D) times their gates, summed over the choices of a token, rounded once."""

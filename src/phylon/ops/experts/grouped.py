@@ -20,10 +20,10 @@ class Grouped:
     def supports(self, call: ExpertCall) -> str | None:
         if any(bias is not None for bias in call.weights.biases):
             return "no biases in the grouped product"
-        if torch.is_autocast_enabled(call.x.device.type):
-            return "the grouped product does not cast under autocast"
         if not call.x.is_cuda:
             return "off CUDA it is a loop over the experts too, no faster than the reference"
+        if torch.is_autocast_enabled(call.x.device.type):
+            return "the grouped product does not cast under autocast"
         if call.x.dtype != torch.bfloat16 or call.weights.up.dtype != torch.bfloat16:
             return f"no grouped product of {call.x.dtype} with {call.weights.up.dtype}, only of bfloat16"
         if any(size * call.x.element_size() % _ALIGNED for size in call.weights.up.shape[1:]):
@@ -34,7 +34,11 @@ class Grouped:
 
     def run(self, call: ExpertCall) -> Tensor:
         token, place, counts = call.sorted()
-        ends, rows, weights = counts.cumsum(0).to(torch.int32), call.x[token], call.weights
+        ends, weights = counts.cumsum(0).to(torch.int32), call.weights
+        # Rows beyond the last group come out of the product, and of its backward, as they were in memory.
+        sent = (torch.arange(len(place), device=place.device) < counts.sum())[:, None]
+        rows = torch.where(sent, call.x[token], 0)
         gate = None if weights.gate is None else torch._grouped_mm(rows, weights.gate.mT, offs=ends)
-        hidden = call.hidden(torch._grouped_mm(rows, weights.up.mT, offs=ends), gate)
-        return call.combine(torch._grouped_mm(hidden, weights.down.mT, offs=ends), token, place)
+        hidden = torch.where(sent, call.hidden(torch._grouped_mm(rows, weights.up.mT, offs=ends), gate), 0)
+        out = torch.where(sent, torch._grouped_mm(hidden, weights.down.mT, offs=ends), 0)
+        return call.combine(out, token, place)

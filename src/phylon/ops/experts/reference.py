@@ -19,12 +19,16 @@ class Reference:
         return None
 
     def run(self, call: ExpertCall) -> Tensor:
+        if call.x.is_meta:
+            return torch.empty_like(call.x)
         token, place, counts = call.sorted()
+        sizes = counts.tolist()
+        token, place = token[: sum(sizes)], place[: sum(sizes)]
         # Unbound once: a slice per expert would give each a gradient as large as the whole stack.
         weights = [_unbound(t, call.n_experts) for t in (call.weights.up, call.weights.gate, call.weights.down)]
         biases = [_unbound(t, call.n_experts) for t in call.weights.biases]
         outs = []
-        for e, rows in enumerate(call.x[token].split(counts.tolist())):
+        for e, rows in enumerate(call.x[token].split(sizes)):
             if len(rows) == 0:
                 continue
             (up, gate, down), (up_bias, gate_bias, down_bias) = ([t[e] for t in ts] for ts in (weights, biases))
