@@ -48,12 +48,12 @@ def test_native(name, dtype, tmp_path):
     assert back.stored_dtype == stored
     cast = load(tmp_path / "a", dtype="float16", device="cpu")
     assert (cast.stored_dtype, cast.dtype) == (stored, torch.float16)
-    try:
+    if name.startswith("mamba-"):
+        # Its residual reaches 75,000 with these weights (case 7: refused, not clamped).
+        with pytest.raises(UserError, match="overflow float16"):
+            logits(cast)
+    else:
         assert logits(cast).dtype == torch.float16
-    except UserError as error:
-        # Mamba's residual reaches 75,000 with these weights (case 7: refused, not clamped).
-        assert "overflow float16" in str(error)
-        assert name.startswith("mamba-")
     assert bits(cast) == bits(model.half())
 
 
