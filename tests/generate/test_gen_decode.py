@@ -261,7 +261,7 @@ def test_models_that_do_not_write_are_refused():
     with pytest.raises(UserError, match="does not generate"):
         generate(bare, [[1]])
     both = build(ModelSpec(encoder=stack, decoder=stack, heads=toys.spec().heads), device="cpu")
-    with pytest.raises(UserError, match="encoder-decoder"):
+    with pytest.raises(UserError, match="decoder_start_id"):
         generate(both, [[1]])
 
 

@@ -35,12 +35,19 @@ def made(spec: ModelSpec = TINY, dtype: str = "float32") -> Model:
 
 
 def logits(model: Model, seed: int = 0) -> torch.Tensor:
-    vocab = model.spec.last_stack.embed.vocab_size  # type: ignore[attr-defined]
-    tokens = torch.randint(vocab, (2, 19), generator=torch.Generator().manual_seed(seed))
+    """What the model says of some input it reads: scores, or hidden states where it has no head."""
+    generator = torch.Generator().manual_seed(seed)
+    embed: Any = model.spec.last_stack.embed
+    if hasattr(embed, "vocab_size"):
+        given = {"tokens": torch.randint(embed.vocab_size, (2, 19), generator=generator)}
+    else:
+        height, width = (n * embed.patch_size for n in embed.grid)
+        given = {"images": torch.randn(2, embed.n_channels, height, width, generator=generator)}
+    if model.encoder is not None and model.decoder is not None:
+        given["source"] = given["tokens"].flip(1)
     with torch.no_grad():
-        found = model(tokens).logits
-    assert found is not None
-    return found
+        out = model(**given)
+    return out.hidden if out.logits is None else out.logits
 
 
 def bits(model: Model) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:

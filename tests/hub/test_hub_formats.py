@@ -47,7 +47,13 @@ def test_native(name, dtype, tmp_path):
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
     assert back.stored_dtype == stored
     cast = load(tmp_path / "a", dtype="float16", device="cpu")
-    assert (cast.stored_dtype, cast.dtype, logits(cast).dtype) == (stored, torch.float16, torch.float16)
+    assert (cast.stored_dtype, cast.dtype) == (stored, torch.float16)
+    if name.startswith("mamba-"):
+        # Its residual reaches 75,000 with these weights (case 7: refused, not clamped).
+        with pytest.raises(UserError, match="overflow float16"):
+            logits(cast)
+    else:
+        assert logits(cast).dtype == torch.float16
     assert bits(cast) == bits(model.half())
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from phylon.checkpoint import open_safetensors
+from phylon.generate import generate
 from phylon.hub import load, save
 from phylon.model import Model, ModelSpec
 
@@ -64,7 +65,7 @@ def in_chunks(model: Model, tokens: Tensor, given: dict[str, Tensor], whole: Ten
 
 @torch.no_grad()
 def greedy(model: Model, reference: Any, source: Tensor, segments: Tensor, length: int = 12) -> None:
-    """Decoding through the state gives the text of the reference's ``generate``."""
+    """Decoding through the state, by hand and by ``generate``, gives the text of the reference's ``generate``."""
     start = model.generation.decoder_start_id
     assert start is not None
     theirs = reference.generate(
@@ -85,6 +86,9 @@ def greedy(model: Model, reference: Any, source: Tensor, segments: Tensor, lengt
         tokens.append(logits(model, tokens[-1], state=state, **given)[:, -1:].argmax(-1))
         given = {}
     assert torch.equal(torch.cat(tokens, dim=1), theirs)
+    prompts = [row[kept == 1].tolist() for row, kept in zip(source, segments, strict=True)]
+    written = generate(model, prompts, max_new_tokens=length, temperature=0, eos_ids=(), batch_size=3)
+    assert [row["tokens"] for row in written] == theirs[:, 1:].tolist()
 
 
 def check(cls: Any, config: Any, folder: Path, edit: Any = None, prepare: Any = None) -> Model:

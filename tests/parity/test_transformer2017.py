@@ -54,7 +54,7 @@ def test_reference_to_ours(name: str, tmp_path: Path) -> None:
     assert model.generation.decoder_start_id == 0
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("number", [0, 1])
 def test_ours_to_reference(number: int, tmp_path: Path) -> None:
     ours_saved(family("transformer2017").cases()[number], hf.MarianMTModel, tmp_path)
 
@@ -104,7 +104,7 @@ def test_refusals(tmp_path: Path) -> None:
     refuses(tmp_path / "c", config, {"normalize_before": True}, "behind the sum")
     refuses(tmp_path / "d", config, {"architectures": ["MarianForCausalLM"]}, "not supported")
     refuses(tmp_path / "e", config, {"activation_function": "swis"}, "did you mean 'swish'")
-    paper = family("transformer2017").cases()[0]
+    paper = family("transformer2017").cases()[2]
     with pytest.raises(UserError, match="no family's hf format"):
         save(drawn(paper), tmp_path / "f", format="hf")
     with pytest.raises(UserError, match="stand in halves"):

@@ -102,10 +102,10 @@ _ARCHITECTURES = {
 
 def read_config(config: Config) -> ModelSpec:
     named = config.take("architectures", None, list) or ["T5ForConditionalGeneration"]
-    if named[0] not in _ARCHITECTURES:
-        raise UserError(
-            f"{config.where}: the architecture '{named[0]}' is not supported{did_you_mean(named[0], _ARCHITECTURES)}"
-        )
+    name = str(named[0])
+    if name not in _ARCHITECTURES:
+        known = did_you_mean(name, _ARCHITECTURES)
+        raise UserError(f"{config.where}: the architecture '{name}' is not supported{known}")
     config.expect("is_decoder", False, why="a T5 decoder without its encoder is not read")
     config.ignore("n_positions", "classifier_dropout")
     gated, activation = _feed_forward(config)
@@ -132,7 +132,7 @@ def read_config(config: Config) -> ModelSpec:
         tied=tied,
     )
     config.finish()
-    return _ARCHITECTURES[named[0]](spec)
+    return _ARCHITECTURES[name](spec)
 
 
 def _feed_forward(config: Config) -> tuple[bool, str]:

@@ -99,7 +99,7 @@ def _read(config: Config, prefix: str, tasks: dict[str, tuple[str, ...]], n_extr
     if heads == ("pooled",) and not (config.stores("pooler.", True) if with_pooler is None else with_pooler):
         heads = ()
     d_model, patch_size = config.size("hidden_size"), config.take("patch_size", 16, (int, list))
-    if isinstance(patch_size, list):
+    if isinstance(patch_size, list) and patch_size:
         config.expect("patch_size", [patch_size[0]] * 2, why="patches are square")
         patch_size = patch_size[0]
     if heads == ("pooled",):

@@ -65,7 +65,7 @@ def _search(model: Model, request: Request, n_beams: int, penalty: float, chunk:
     beams = [_Beam()]
     with evaluating(model):
         state = model.new_state(1, max_len=len(request.prompt) + budget)
-        scores = prefill(model, state, [request.prompt], chunk) if budget else None
+        scores = prefill(model, state, [request.prompt], chunk, [request.source]) if budget else None
         for step in range(budget):
             assert scores is not None
             beams, parents, ended = _grow(beams, scores, request.eos_ids, n_beams)

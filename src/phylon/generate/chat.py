@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from phylon.generate.decode import Batch, Generation
-from phylon.generate.request import Options, Request, make_requests, needed_tokenizer
+from phylon.generate.request import Options, Request, check_continues, make_requests, needed_tokenizer
 from phylon.layers.state import State
 from phylon.model import Model
 from phylon.spec import UserError
@@ -25,6 +25,7 @@ class ChatSession:
     """
 
     def __init__(self, model: Model, system: str | None = None, **options: Any) -> None:
+        check_continues(model)
         self._tokenizer = needed_tokenizer(model)
         self.model = model
         options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)

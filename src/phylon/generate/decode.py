@@ -1,6 +1,6 @@
 """Prefill and decode over a state: one loop for one prompt or many, at once or as a stream."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypedDict
 
@@ -129,7 +129,8 @@ class Batch:
         if self.state is None:
             most = max(len(row.request.prompt) + row.request.max_new_tokens for row in self._live)
             self.state = self.model.new_state(len(prompts), max_len=most)
-        return prefill(self.model, self.state, prompts, self._prefill_chunk)
+        sources = [row.request.source for row in self._live] if self.state.source is None else []
+        return prefill(self.model, self.state, prompts, self._prefill_chunk, sources)
 
     def _feed(self) -> Tensor:
         """Read the last token of every open row; the scores (B, V) of what follows."""
@@ -173,23 +174,46 @@ class Batch:
                 row.accept(token, logprob)
 
 
-def prefill(model: Model, state: State, prompts: Sequence[Sequence[int]], chunk: int) -> Tensor:
-    """Read the prompts into ``state``, padded on the left, ``chunk`` tokens at a time; the scores (B, V) after them."""
+def prefill(
+    model: Model,
+    state: State,
+    prompts: Sequence[Sequence[int]],
+    chunk: int,
+    sources: Sequence[Sequence[int]] = (),
+) -> Tensor:
+    """Read the prompts into ``state``, padded on the left, ``chunk`` tokens at a time; the scores (B, V) after them.
+
+    The first call of an encoder-decoder takes its ``sources``.
+    """
     width, device = max(map(len, prompts)), model.device
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     segments = None
     if any(len(p) < width for p in prompts):
         segments = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    read = _source(sources, device) if any(sources) else {}
     last = (width - 1) // chunk * chunk
     for start in range(0, last, chunk):
         part = None if segments is None else segments[:, start : start + chunk]
-        model(tokens[:, start : start + chunk], segments=part, state=state, logits="none")
-    return next_scores(model, state, tokens[:, last:], None if segments is None else segments[:, last:])
+        model(tokens[:, start : start + chunk], segments=part, state=state, logits="none", **read)
+        read = {}
+    return next_scores(model, state, tokens[:, last:], None if segments is None else segments[:, last:], read)
 
 
-def next_scores(model: Model, state: State, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Append ``tokens`` (B, T) to ``state``; the scores (B, V) in fp32 after each row's last real one."""
-    logits = model(tokens, segments=segments, state=state, logits="last").logits
+def _source(sources: Sequence[Sequence[int]], device: torch.device) -> dict[str, Tensor]:
+    width = max(map(len, sources))
+    tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in sources], device=device)
+    segments = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in sources], device=device)
+    return {"source": tokens, "source_segments": segments}
+
+
+def next_scores(
+    model: Model, state: State, tokens: Tensor, segments: Tensor | None = None, read: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Append ``tokens`` (B, T) to ``state``; the scores (B, V) in fp32 after each row's last real one.
+
+    ``read``: the source of an encoder-decoder, on the first call.
+    """
+    logits = model(tokens, segments=segments, state=state, logits="last", **(read or {})).logits
     return logits[:, -1].float()
 
 
@@ -234,6 +258,8 @@ def generate(
     prefill_chunk: int = 512,
 ) -> list[Generation]:
     """What follows each prompt (a text, or token ids), in the order of the prompts.
+
+    An encoder-decoder reads the prompts as sources, and its texts start from ``model.generation.decoder_start_id``.
 
     ``temperature`` 0 is greedy; it and the other sampling options default to the model's own, else to plain sampling
     (see ``Sampling`` for their meaning and order). ``stop`` and ``stop_ids`` are for all rows, or a list for each row;

@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One row. ``stream`` numbers independent draws under one seed; ``logprobs`` says whether they are wanted."""
+    """One row. ``stream`` numbers independent draws under one seed; ``logprobs`` says whether they are wanted.
+
+    ``source`` is what an encoder-decoder reads; its ``prompt`` is then the id that starts every text.
+    """
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -25,6 +28,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     stream: int = 0
     logprobs: bool = True
+    source: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +65,7 @@ def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Option
     check_generates(model)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}")
-    rows = [prompt_ids(model, prompt) for prompt in listed(prompts)]
+    sources, rows = _texts(model, listed(prompts))
     stops = _per_row("stop", options.stop, str, len(rows))
     if any(stops) and model.tokenizer is None:
         raise UserError("stop strings need a tokenizer, and this model has none; use stop_ids")
@@ -73,7 +77,8 @@ def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Option
     if not isinstance(seeds, int) and len(seeds) != len(rows):
         raise UserError(f"there are {len(seeds)} seeds for {len(rows)} prompts; give one for all, or one each")
     requests, repeats = [], Counter[tuple[int, ...]]()
-    for i, ids in enumerate(rows):
+    for i, (source, ids) in enumerate(zip(sources, rows, strict=True)):
+        key = source or ids
         requests.append(
             Request(
                 prompt=ids,
@@ -82,21 +87,47 @@ def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Option
                 stop=stops[i],
                 stop_ids=frozenset(stop_ids[i]),
                 eos_ids=eos_ids,
-                stream=repeats[ids] if isinstance(seeds, int) else 0,
+                stream=repeats[key] if isinstance(seeds, int) else 0,
                 logprobs=options.logprobs,
+                source=source,
             )
         )
-        repeats[ids] += 1
+        repeats[key] += 1
     return requests
 
 
 def check_generates(model: Model) -> None:
     """Refuse models that do not write text token by token."""
-    if model.encoder is not None and model.decoder is not None:
-        raise UserError("generating with an encoder-decoder model is not there yet; use a decoder-only model")
+    if model.encoder is not None and model.decoder is not None and model.generation.decoder_start_id is None:
+        raise UserError("the model says no id that starts a text; set decoder_start_id in model.generation")
     head = next(iter(model.spec.heads.values()), None)
     if model.decoder is None or not hasattr(head, "vocab_size"):
         raise UserError("this model does not generate: it needs a decoder and a language-model head")
+
+
+def check_continues(model: Model) -> None:
+    """Refuse models that cannot go on with a text of their own."""
+    check_generates(model)
+    if model.encoder is not None:
+        raise UserError("an encoder-decoder writes from a source and cannot score or chat; use a decoder-only model")
+
+
+def _texts(model: Model, prompts: list[Prompt]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """For every prompt what the encoder reads (nothing where there is none) and what the decoder starts from."""
+    if model.encoder is None:
+        return [()] * len(prompts), [prompt_ids(model, prompt) for prompt in prompts]
+    start = model.generation.decoder_start_id
+    assert start is not None
+    return [source_ids(model, prompt) for prompt in prompts], [(start,)] * len(prompts)
+
+
+def source_ids(model: Model, prompt: Prompt) -> tuple[int, ...]:
+    """The ids an encoder reads, with all that the tokenizer adds."""
+    ids = needed_tokenizer(model).encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    if not ids:
+        raise UserError("the source is empty; give at least one token")
+    check_ids(model, ids)
+    return tuple(ids)
 
 
 def listed(prompts: str | Sequence[Prompt]) -> list[Prompt]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from phylon.generate.decode import evaluating
 from phylon.generate.request import (
     Prompt,
-    check_generates,
+    check_continues,
     check_ids,
     default_eos_ids,
     encoded,
@@ -43,7 +43,7 @@ class Score(TypedDict):
 
 def score(model: Model, texts: str | Sequence[Prompt], *, batch_size: int = 8) -> list[Score]:
     """The probability of every text (or list of ids), in order. The first token is not predicted by anything."""
-    check_generates(model)
+    check_continues(model)
     prompts = listed(texts)
     rows = [encoded(model, p) if isinstance(p, str) else [int(token) for token in p] for p in prompts]
     for i, ids in enumerate(rows):
@@ -61,7 +61,7 @@ def score_choices(model: Model, context: str, choices: Sequence[str], *, batch_s
     of the context, so that a token that merged with the context counts as a whole, and no choice is without one.
     Where such a token would be the very first, all choices are read after the model's BOS, else its EOS.
     """
-    check_generates(model)
+    check_continues(model)
     tokenizer = needed_tokenizer(model)
     if isinstance(choices, str) or not choices:
         raise UserError("choices must be a list of at least one text")
