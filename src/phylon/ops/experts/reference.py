@@ -27,14 +27,15 @@ class Reference:
         # Unbound once: a slice per expert would give each a gradient as large as the whole stack.
         weights = [_unbound(t, call.n_experts) for t in (call.weights.up, call.weights.gate, call.weights.down)]
         biases = [_unbound(t, call.n_experts) for t in call.weights.biases]
-        outs = []
-        for e, rows in enumerate(call.x[token].split(sizes)):
+        # Selected, not indexed: the gradient of that is a plain sum by rows.
+        routed, outs = call.x.index_select(0, token), []
+        for e, rows in enumerate(routed.split(sizes)):
             if len(rows) == 0:
                 continue
             (up, gate, down), (up_bias, gate_bias, down_bias) = ([t[e] for t in ts] for ts in (weights, biases))
             gated = None if gate is None else F.linear(rows, gate, gate_bias)
             outs.append(F.linear(call.hidden(F.linear(rows, up, up_bias), gated), down, down_bias))
-        out = torch.cat(outs) if outs else call.x[token]
+        out = torch.cat(outs) if outs else routed
         return call.combine(out, token, place)
 
 
