@@ -10,7 +10,7 @@ RUN := runs/demo
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Two test processes with one thread each use two cores better than two threads in one process.
-PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal -q
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 .PHONY: demo test test-all test-slow check docs install clean
 

@@ -86,6 +86,7 @@ def distilbert_spec(
 def read_config(config: Config) -> ModelSpec:
     # Sinusoids would only be where the stored table of positions starts from.
     config.ignore("sinusoidal_pos_embds")
+    config.expect("tie_weights_", True, why="the masked-LM head shares the embedding")
     heads = read_task(config, "DistilBert", _TASKS)
     expect_tied(config, heads)
     dropout = config.number("dropout", 0.1)
