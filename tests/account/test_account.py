@@ -11,7 +11,11 @@ from phylon.account import account
 from phylon.families import families, preset
 from phylon.families.llama import llama_spec
 from phylon.layers.embeddings.patches import PatchEmbed
-from phylon.model import Model, ModelSpec, build
+from phylon.layers.ffn.mlp import GLU
+from phylon.layers.ffn.moe import MoE, MoEModule
+from phylon.layers.state import State
+from phylon.model import MTP, Model, ModelSpec, build
+from phylon.model.mtp import AheadState
 from phylon.ops.attention import dispatch
 from phylon.patterns import Window
 from phylon.spec.errors import UserError
@@ -27,8 +31,26 @@ def filled_bytes(spec: ModelSpec, n_tokens: int, batch: int = 1) -> int:
     state = model.new_state(batch, max_len=n_tokens)
     with torch.inference_mode():
         model(torch.zeros(batch, n_tokens, dtype=torch.int64), state=state)
-    kept = [t for p in state.parts.values() for t in getattr(p, "tensors", None) or (p.k, p.v)]
-    return sum(t.untyped_storage().nbytes() for t in kept)
+    return sum(t.untyped_storage().nbytes() for t in kept_in(state))
+
+
+def kept_in(state: State) -> list[torch.Tensor]:
+    """The tensors of all parts, those of a head's own state with them."""
+    found: list[torch.Tensor] = []
+    for part in state.parts.values():
+        if isinstance(part, AheadState):
+            found += [*part.last.tensors, *kept_in(part.inner)]
+        else:
+            found += getattr(part, "tensors", None) or (part.k, part.v)
+    return found
+
+
+def experts_of(head: MTP, d_model: int) -> int:
+    """FLOPs of the experts that a token is sent to in the head's block."""
+    moe = head.block.op("ffn")
+    assert isinstance(moe, MoE)
+    assert isinstance(moe.expert, GLU)
+    return moe.router.top_k * 6 * d_model * moe.expert.d_ff
 
 
 @pytest.mark.parametrize("spec", CASES)
@@ -45,6 +67,8 @@ def test_flops_are_those_that_the_flop_counter_sees(spec: ModelSpec) -> None:
         length = embed.n_extra + embed.grid[0] * embed.grid[1]
         # Every token is charged its pixels, also the learned ones that have none.
         free = embed.n_extra * 2 * embed.n_channels * embed.patch_size**2 * spec.last_stack.d_model
+    # The head for a second token sends the first token of a document to no expert.
+    free += sum(experts_of(head, spec.last_stack.d_model) for head in spec.heads.values() if isinstance(head, MTP))
     with dispatch.force("reference"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
         model(**inputs)
     figures = account(spec, seq_len=length)
@@ -73,9 +97,11 @@ def idle_parameters(model: Model) -> int:
     token = torch.ones(1, 1, dtype=torch.int64)
     out = model(token, **({"source": token} if model.encoder is not None and model.decoder is not None else {}))
     out.hidden.square().sum().backward()
-    stacks = [p for name, p in model.named_parameters() if ".experts." in name]
+    stacks = [p for name, p in model.named_parameters() if ".experts." in name and not name.startswith("heads.")]
     assert all(p.grad is not None for p in stacks)
-    return sum(p[0].numel() * int((~p.grad.flatten(1).any(1)).sum()) for p in stacks)
+    # To a head for a second token, a lone token is the first of its document, which it sends nowhere.
+    heads = sum(m.inactive_parameters() for m in model.heads.modules() if isinstance(m, MoEModule))
+    return heads + sum(p[0].numel() * int((~p.grad.flatten(1).any(1)).sum()) for p in stacks)
 
 
 def test_training_bytes_are_those_of_adamw() -> None:

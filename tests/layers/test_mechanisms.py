@@ -102,9 +102,12 @@ def test_flops_are_what_pytorch_counts(name: str, case: Slot) -> None:
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter)
         records, memory = Records(torch.arange(length)[None]), torch.randn(2, length, WIDTH)
-        context = Context(records=records, aligned=True, memory=memory, memory_records=records)
+        x = torch.randn(2, length, WIDTH)
+        context = Context(
+            records=records, aligned=True, batch_size=2, memory=memory, memory_records=records, embedded=x
+        )
         with FlopCounterMode(display=False) as counter, dispatch.force("reference"):
-            module(torch.randn(2, length, WIDTH), context)
+            module(x, context)
         outputs = 1 if getattr(case, "pool", None) is not None else length
         # The memory's keys and values are made once a source token, not once a step.
         cross = isinstance(case, CrossAttention)

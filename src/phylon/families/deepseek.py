@@ -1,7 +1,7 @@
 """DeepSeek-V3: latent attention, dense blocks first, then experts chosen in groups, with a shared one.
 
-DeepSeek-AI (arXiv:2412.19437), sections 2.1 and 4.2. The head that predicts a second token in training is a further
-block of the released checkpoints; the reference does not load it, and neither does this format.
+DeepSeek-AI (arXiv:2412.19437), sections 2.1, 2.2 and 4.2. The head that predicts a second token is one more layer of
+the released checkpoints, with copies of the embedding and the head: it is loaded where the file has it.
 """
 
 import math
@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from phylon.checkpoint import Drop, Fused, Layout, Rename, Rule, interleaved, rotary_rows
+from phylon.checkpoint import Drop, Fused, Layout, Rename, Rule, Tied, interleaved, rotary_rows
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import (
     activation_name,
     causal_lm,
     decoder_of,
     embed_of,
-    embedding_rules,
     hf_activation,
     is_tied,
     norm_eps,
@@ -31,15 +30,18 @@ from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import GroupedSigmoidRouter
+from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import NormalInit
 from phylon.layers.mixers.mla import MLA
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.rotary import Rotary, YarnScaling
-from phylon.model.spec import Block, ModelSpec, pre_norm
+from phylon.model.mtp import MTP
+from phylon.model.spec import Block, ModelSpec, Stack, Tie, pre_norm
 from phylon.patterns import Causal
 from phylon.spec.base import FeedForward, Init
 from phylon.spec.errors import UserError
 
+_TIED_MTP = Tie(name="heads.mtp.lm.proj.weight", source="heads.lm.proj.weight")
 LATENT_NORM = RMSNorm(eps=1e-6)
 """The reference's norm of the latents, whatever the configuration's eps."""
 
@@ -72,10 +74,14 @@ def deepseek_spec(
     attention_bias: bool = False,
     attention_dropout: float = 0.0,
     tied: bool = False,
+    n_mtp: int = 0,
     init: Init | None = None,
 ) -> ModelSpec:
     """A DeepSeek-V3-style decoder: ``n_dense`` blocks of width ``d_ff``, then blocks of ``n_experts`` experts of width
-    ``d_ff_expert`` beside ``n_shared`` that every token uses, kept as one of their joint width."""
+    ``d_ff_expert`` beside ``n_shared`` that every token uses, kept as one of their joint width; ``n_mtp`` heads, 0 or
+    1, that predict a further token."""
+    if n_mtp not in (0, 1):
+        raise UserError(f"n_mtp must be 0 or 1, got {n_mtp}")
     mixer = MLA(
         n_heads=n_heads,
         kv_lora_rank=kv_lora_rank,
@@ -101,7 +107,7 @@ def deepseek_spec(
     def block(ffn: FeedForward) -> Block:
         return Block(sublayers=(pre_norm(mixer, norm), pre_norm(ffn, norm)))
 
-    return causal_lm(
+    spec = causal_lm(
         d_model=d_model,
         embed=TokenEmbed(vocab_size=vocab_size),
         blocks=tuple(block(dense if i < n_dense else sparse) for i in range(n_layers)),
@@ -110,6 +116,10 @@ def deepseek_spec(
         init=init or NormalInit(std=0.006),
         max_seq_len=max_seq_len,
     )
+    if not n_mtp:
+        return spec
+    mtp = MTP(block=block(sparse), norm=norm, lm=LMHead(vocab_size=vocab_size))
+    return spec.replace(heads=spec.heads | {"mtp": mtp}, ties=(*spec.ties, _TIED_MTP))
 
 
 def read_config(config: Config) -> ModelSpec:
@@ -118,9 +128,13 @@ def read_config(config: Config) -> ModelSpec:
     max_seq_len = config.size("max_position_embeddings", 4096)
     _expectations(config, n_heads, nope, rope)
     rotary = whole_heads(read_rotary(config, rope, max_seq_len), config.where)
+    n_layers = config.depth("num_hidden_layers")
+    # The reference writes that there is such a layer, and does not write the layer.
+    ahead = config.take("num_nextn_predict_layers", 0, int)
+    ahead = ahead if config.stores(f"model.layers.{n_layers}.eh_proj.weight", True) else 0
     spec = deepseek_spec(
         d_model=config.size("hidden_size", 7168),
-        n_layers=config.depth("num_hidden_layers"),
+        n_layers=n_layers,
         n_dense=config.take("first_k_dense_replace", 3, int),
         n_heads=n_heads,
         q_lora_rank=config.size("q_lora_rank", None) if "q_lora_rank" in config else 1536,
@@ -145,6 +159,7 @@ def read_config(config: Config) -> ModelSpec:
         attention_bias=config.take("attention_bias", False, bool),
         attention_dropout=config.number("attention_dropout", 0.0),
         tied=config.take("tie_word_embeddings", False, bool),
+        n_mtp=ahead,
     )
     config.finish()
     return spec
@@ -159,9 +174,8 @@ def _expectations(config: Config, n_heads: int, nope: int, rope: int) -> None:
     config.expect("scoring_func", "sigmoid", why="scores are sigmoids")
     config.expect("topk_method", "noaux_tc", why="groups are ranked by their two best experts, with the bias")
     config.expect("moe_layer_freq", 1, why="every block after the dense ones has experts")
-    # Training, other code, and a layer that the reference leaves out.
+    # Training, and other code.
     config.ignore("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "output_router_logits", "router_aux_loss_coef")
-    config.ignore("num_nextn_predict_layers", "num_mtp_layers")
 
 
 def _attention_scale(config: Config, rotary: Rotary, width: int) -> float | None:
@@ -179,8 +193,13 @@ def _scale(width: int, factor: float, mscale: float) -> float | None:
     return None if temperature == 1 else width**-0.5 * temperature * temperature
 
 
+def _main(spec: ModelSpec) -> Stack:
+    """The decoder of a model whose heads are ``lm`` and at most ``mtp``."""
+    return decoder_of(spec.replace(heads={name: head for name, head in spec.heads.items() if name != "mtp"}))
+
+
 def write_config(spec: ModelSpec) -> dict[str, Any]:
-    stack = decoder_of(spec)
+    stack = _main(spec)
     mla, sparse = op_of(stack, "attn", MLA), part(stack.blocks[-1].op("ffn"), MoE, "the last feed-forward network")
     if mla.norm != LATENT_NORM or not isinstance(mla.pattern, Causal):
         raise UserError("the latents' norm must be RMSNorm with eps 1e-6, and the pattern causal")
@@ -220,7 +239,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": mla.bias,
         "attention_dropout": mla.dropout,
         "tie_word_embeddings": is_tied(spec),
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int("mtp" in spec.heads),
     }
 
 
@@ -244,12 +263,33 @@ def _write_rotary(mla: MLA, max_seq_len: int) -> dict[str, Any]:
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
-    stack = decoder_of(spec)
-    theirs, ours = "model.layers.{i}.", "decoder.blocks.{i}."
-    maps = ("gate_proj", "up_proj", "down_proj")
+    stack = _main(spec)
+    # The layer after the last predicts a second token, with copies of what it shares.
+    last = f"model.layers.{len(stack.blocks)}."
+    embed, head = "decoder.embed.tokens.weight", "heads.lm.proj.weight"
+    embeds, heads = (last + "embed_tokens.weight",), ("lm_head.weight", last + "shared_head.head.weight")
     rules: list[Rule | Drop] = [
-        *embedding_rules(spec, "model.embed_tokens.weight", "lm_head.weight"),
+        Tied("model.embed_tokens.weight", embed, (*embeds, *heads) if is_tied(spec) else embeds),
         Rename("model.norm.weight", "decoder.norm_final.weight"),
+        *_block_rules(stack, "model.layers.{i}.", "decoder.blocks.{i}."),
+    ]
+    if not is_tied(spec):
+        rules.append(Tied(heads[0], head, heads[1]))
+    if "mtp" in spec.heads:
+        names = {
+            "enorm": "embed_norm",
+            "hnorm": "hidden_norm",
+            "eh_proj": "proj",
+            "shared_head.norm": "norm_final",
+        }
+        rules += [Rename(f"{last}{theirs}.weight", f"heads.mtp.{ours}.weight") for theirs, ours in names.items()]
+        rules += _block_rules(stack, last, "heads.mtp.block.")
+    return Layout(rules)
+
+
+def _block_rules(stack: Stack, theirs: str, ours: str) -> list[Rule | Drop]:
+    maps = ("gate_proj", "up_proj", "down_proj")
+    return [
         Rename(theirs + "input_layernorm.weight", ours + "attn_norm.weight"),
         Rename(theirs + "post_attention_layernorm.weight", ours + "ffn_norm.weight"),
         *_attention_rules(op_of(stack, "attn", MLA), theirs + "self_attn.", ours + "attn."),
@@ -258,12 +298,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
         *expert_rules(theirs + "mlp.", ours + "ffn.", "gate", maps),
         Rename(theirs + "mlp.gate.e_score_correction_bias", ours + "ffn.router.selection_bias"),
         Drop(theirs + "self_attn.rotary_emb.inv_freq", "computed from the configuration"),
-        Drop(
-            f"model.layers.{len(stack.blocks)}.*",
-            "multi-token prediction: a head for training, which the reference does not load either",
-        ),
     ]
-    return Layout(rules)
 
 
 def _attention_rules(mla: MLA, theirs: str, ours: str) -> list[Rule]:
@@ -310,8 +345,32 @@ def _cases() -> list[ModelSpec]:
     return [
         tiny(q_lora_rank=7, n_groups=3, top_groups=2, rotary=yarn, attention_scale=_scale(10, 4.0, 1.0)),
         tiny(n_dense=0, n_shared=2, attention_bias=True, routed_scale=1.0, tied=True),
+        tiny(n_mtp=1),
     ]
 
+
+_v3 = partial(
+    deepseek_spec,
+    d_model=7168,
+    n_layers=61,
+    n_dense=3,
+    n_heads=128,
+    q_lora_rank=1536,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    d_ff=18_432,
+    d_ff_expert=2048,
+    n_experts=256,
+    top_k=8,
+    n_groups=8,
+    top_groups=4,
+    attention_scale=_scale(192, 40.0, 1.0),
+    vocab_size=129_280,
+    max_seq_len=163_840,
+    rotary=Rotary(scaling=YarnScaling(factor=40.0, original_max_seq_len=4096, attention_factor=1.0)),
+)
 
 register_family(
     Family(
@@ -319,30 +378,7 @@ register_family(
         title="DeepSeek-V3",
         paper="arXiv:2412.19437",
         builder=deepseek_spec,
-        presets={
-            "deepseek-v3": partial(
-                deepseek_spec,
-                d_model=7168,
-                n_layers=61,
-                n_dense=3,
-                n_heads=128,
-                q_lora_rank=1536,
-                kv_lora_rank=512,
-                qk_nope_head_dim=128,
-                qk_rope_head_dim=64,
-                v_head_dim=128,
-                d_ff=18_432,
-                d_ff_expert=2048,
-                n_experts=256,
-                top_k=8,
-                n_groups=8,
-                top_groups=4,
-                attention_scale=_scale(192, 40.0, 1.0),
-                vocab_size=129_280,
-                max_seq_len=163_840,
-                rotary=Rotary(scaling=YarnScaling(factor=40.0, original_max_seq_len=4096, attention_factor=1.0)),
-            ),
-        },
+        presets={"deepseek-v3": _v3, "deepseek-v3-mtp": partial(_v3, n_mtp=1)},
         cases=_cases,
         hf=HFFormat(model_types=("deepseek_v3",), read=read_config, write=write_config, layout=hf_layout),
         golden={"deepseek-v3": 671_026_404_352},

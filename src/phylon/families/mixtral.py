@@ -7,7 +7,7 @@ from phylon.checkpoint import Layout
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, llama_spec, op_of
 from phylon.families.llama import hf_rules, read_shared, write_shared
-from phylon.families.sparse import expert_rules, gated_experts, with_experts
+from phylon.families.sparse import expert_rules, gated_experts, with_ffn
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import RenormalisedRouter
@@ -63,7 +63,7 @@ def mixtral_spec(
         expert=GLU(d_ff=d_ff, activation=activation),
         router=RenormalisedRouter(top_k=top_k, jitter=jitter),
     )
-    return with_experts(spec, list(range(n_layers)), moe)
+    return with_ffn(spec, list(range(n_layers)), moe)
 
 
 def read_config(config: Config) -> ModelSpec:
@@ -97,7 +97,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        **write_shared(with_experts(spec, [0], expert)),
+        **write_shared(with_ffn(spec, [0], expert)),
         "sliding_window": pattern.size if isinstance(pattern, Window) else None,
         "num_local_experts": moe.n_experts,
         "num_experts_per_tok": moe.router.top_k,

@@ -6,13 +6,14 @@ from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import Router
 from phylon.model.spec import ModelSpec
+from phylon.spec.base import FeedForward
 from phylon.spec.errors import UserError
 from phylon.spec.override import override
 
 
-def with_experts(spec: ModelSpec, blocks: list[int], moe: MoE) -> ModelSpec:
+def with_ffn(spec: ModelSpec, blocks: list[int], ffn: FeedForward) -> ModelSpec:
     """``spec`` with the feed-forward networks of the given decoder blocks replaced."""
-    return override(spec, {f"decoder.blocks.{i}.ffn": moe for i in blocks})
+    return override(spec, {f"decoder.blocks.{i}.ffn": ffn for i in blocks})
 
 
 def expert_rules(theirs: str, ours: str, router: str, names: tuple[str, str, str]) -> list[Rule]:

@@ -2,6 +2,7 @@
 
 from phylon.model.build import build, build_meta, materialise, resolve_device, resolve_dtype
 from phylon.model.model import Model, Output
+from phylon.model.mtp import MTP
 from phylon.model.spec import (
     Block,
     Branch,
@@ -16,6 +17,7 @@ from phylon.model.spec import (
 from phylon.model.taps import Recorder, record
 
 __all__ = [
+    "MTP",
     "Block",
     "Branch",
     "GenerationDefaults",

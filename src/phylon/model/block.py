@@ -92,7 +92,7 @@ class StackModule(Part):
         """Hidden states (B, T, D) from the stack's input."""
         if self.spec.shared:
             ctx.shared = dict(self.shared.items())
-        x = self.tap(ctx, "embed.out", self.embed(inputs, embeds, ctx))
+        x = ctx.embedded = self.tap(ctx, "embed.out", self.embed(inputs, embeds, ctx))
         for block in self.blocks:
             x = block(x, ctx)
         x = x if self.norm_final is None else self.norm_final(x)

@@ -94,7 +94,8 @@ class Model(Part):
                 if reason:
                     raise UserError(f"decoder.blocks.{i}.{name} cannot continue from a state: {reason}")
         state = State(batch_size, max_len, self.device)
-        for module in stack.modules():
+        # A head gives what it and its own parts keep; most keep nothing.
+        for module in (*stack.modules(), *self.heads.values()):
             if isinstance(module, Part):
                 module.add_state(state, max_len)
         return state
@@ -272,12 +273,15 @@ class Model(Part):
         for name in given:
             if name not in heads:
                 raise UserError(f"targets name the head '{name}'; this model has {', '.join(heads) or 'none'}")
+        ctx.last_only = logits != "all"
         for name, head in heads.items():
             if name in given:
                 out.losses[name] = head.loss(out.hidden, given[name], ctx)
             if logits == "none":
+                if ctx.state is not None and head.path in ctx.state.parts:
+                    head(out.hidden, ctx)  # its state goes along, whoever asks
                 continue
-            hidden = _last_real(out.hidden, ctx) if logits == "last" and head.token_wise else out.hidden
+            hidden = ctx.last_real(out.hidden) if logits == "last" and head.token_wise else out.hidden
             out.heads[name] = self.tap(ctx, f"heads.{name}.logits", head(hidden, ctx))
         out.logits = next(iter(out.heads.values()), None)
 
@@ -309,13 +313,3 @@ def _refuse_overflow(hidden: Tensor, ctx: Context) -> None:
         finite = finite | (ctx.records.segments == 0)
     if not bool(finite.all()):
         raise UserError("the values overflow float16; load the model with dtype='bfloat16' or 'float32'")
-
-
-def _last_real(hidden: Tensor, ctx: Context) -> Tensor:
-    """(B, 1, D): the hidden state of each row's last real token."""
-    segments = ctx.records.segments
-    if segments is None:
-        return hidden[:, -1:]
-    index = torch.arange(hidden.shape[1], device=hidden.device)
-    last = torch.where(segments != 0, index, -1).amax(1).clamp(min=0).expand(len(hidden))
-    return hidden[torch.arange(len(hidden), device=hidden.device), last][:, None]

@@ -16,7 +16,9 @@ from phylon.spec.registry import register
 class Router(Slot):
     """The slot of a mixture of experts for the choice of experts; every token is sent to ``top_k`` of them."""
 
-    top_k: int
+    @property
+    def top_k(self) -> int:
+        raise NotImplementedError
 
     def check(self, n_experts: int) -> None:
         """Raise ``UserError`` where ``n_experts`` cannot be chosen from."""

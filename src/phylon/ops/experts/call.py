@@ -81,5 +81,6 @@ class ExpertCall:
     def combine(self, out: Tensor, token: Tensor, place: Tensor) -> Tensor:
         """(N, D): the experts' outputs (M, D) times their gates, summed over the choices of a token, rounded once."""
         wide = out.to(torch.promote_types(out.dtype, self.gates.dtype))
-        summed = wide.new_zeros(self.x.shape).index_add(0, token, wide * self.gates.flatten()[place][:, None])
+        gates = self.gates.flatten().index_select(0, place)
+        summed = wide.new_zeros(self.x.shape).index_add(0, token, wide * gates[:, None])
         return summed.to(self.x.dtype)

@@ -37,7 +37,7 @@ class Grouped:
         ends, weights = counts.cumsum(0).to(torch.int32), call.weights
         # Rows beyond the last group come out of the product, and of its backward, as they were in memory.
         sent = (torch.arange(len(place), device=place.device) < counts.sum())[:, None]
-        rows = torch.where(sent, call.x[token], 0)
+        rows = torch.where(sent, call.x.index_select(0, token), 0)
         gate = None if weights.gate is None else torch._grouped_mm(rows, weights.gate.mT, offs=ends)
         hidden = torch.where(sent, call.hidden(torch._grouped_mm(rows, weights.up.mT, offs=ends), gate), 0)
         out = torch.where(sent, torch._grouped_mm(hidden, weights.down.mT, offs=ends), 0)

@@ -25,16 +25,19 @@ class Reference:
         sizes = counts.tolist()
         token, place = token[: sum(sizes)], place[: sum(sizes)]
         # Unbound once: a slice per expert would give each a gradient as large as the whole stack.
-        weights = [_unbound(t, call.n_experts) for t in (call.weights.up, call.weights.gate, call.weights.down)]
-        biases = [_unbound(t, call.n_experts) for t in call.weights.biases]
-        outs = []
-        for e, rows in enumerate(call.x[token].split(sizes)):
+        up, down = call.weights.up.unbind(0), call.weights.down.unbind(0)
+        gate = _unbound(call.weights.gate, call.n_experts)
+        up_bias, gate_bias, down_bias = (_unbound(bias, call.n_experts) for bias in call.weights.biases)
+        # Selected, not indexed: the gradient of that is a plain sum by rows.
+        routed, outs = call.x.index_select(0, token), []
+        for e, rows in enumerate(routed.split(sizes)):
             if len(rows) == 0:
                 continue
-            (up, gate, down), (up_bias, gate_bias, down_bias) = ([t[e] for t in ts] for ts in (weights, biases))
-            gated = None if gate is None else F.linear(rows, gate, gate_bias)
-            outs.append(F.linear(call.hidden(F.linear(rows, up, up_bias), gated), down, down_bias))
-        out = torch.cat(outs) if outs else call.x[token]
+            w = gate[e]
+            gated = None if w is None else F.linear(rows, w, gate_bias[e])
+            hidden = call.hidden(F.linear(rows, up[e], up_bias[e]), gated)
+            outs.append(F.linear(hidden, down[e], down_bias[e]))
+        out = torch.cat(outs) if outs else routed
         return call.combine(out, token, place)
 
 
