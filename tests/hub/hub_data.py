@@ -23,7 +23,7 @@ GPT2 = gpt2_spec(d_model=24, n_layers=2, n_heads=3, vocab_size=37, max_seq_len=6
 
 
 def made(spec: ModelSpec = TINY, dtype: str = "float32") -> Model:
-    model = build(spec, device="cpu")
+    model = build(spec, dtype=dtype, device="cpu")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -31,7 +31,7 @@ def made(spec: ModelSpec = TINY, dtype: str = "float32") -> Model:
             gain = 1.0 if "embed" in name else 2 / math.sqrt(parameter.shape[-1])
             parameter.copy_(gain * noise if parameter.ndim > 1 else 0.3 * noise + (not name.endswith("bias")))
     model.generation = GenerationDefaults(bos_id=1, eos_ids=(2, 5), pad_id=0, temperature=0.7, top_p=0.9)
-    return model.to(getattr(torch, dtype)).eval()
+    return model.eval()
 
 
 def logits(model: Model, seed: int = 0) -> torch.Tensor:

@@ -54,7 +54,11 @@ def test_native(name, dtype, tmp_path):
             logits(cast)
     else:
         assert logits(cast).dtype == torch.float16
-    assert bits(cast) == bits(model.half())
+    # What is fp32 whatever the model's dtype (a router's selection bias) is a buffer, and is not cast.
+    learned, whole = dict(model.named_parameters()), bits(cast)
+    assert {n: b for n, b in whole.items() if n in learned} == {
+        n: b for n, b in bits(model.half()).items() if n in learned
+    }
 
 
 def test_tokenizer_and_defaults_travel(tmp_path, real_tokenizer):

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from helpers import WIDTH, assert_close, cases, gpt_like, nodes, small_models
 from phylon.layers.context import Context
 from phylon.layers.inits import DepthScaledInit, FanInInit, NormalInit
-from phylon.layers.mixers.cross import CrossAttention
 from phylon.model import build
 from phylon.ops.attention import dispatch
 from phylon.patterns import And, Document, Or, Records
@@ -81,8 +80,12 @@ def test_the_list_of_booleans_is_not_stale() -> None:
 
 
 def test_every_slot_has_a_model() -> None:
-    """A mechanism in a slot that ``helpers.wrapped`` does not know would go untested."""
-    assert {name for name, _ in cases(Slot) if name != "shared_ref-0"} <= set(small_models())
+    """A mechanism in a slot that ``helpers.wrapped`` does not know would go untested.
+
+    ``shared_ref`` is in the models of the shared modules; ``patch_embed`` reads images (tests/parity/test_vit.py).
+    """
+    elsewhere = ("shared_ref-", "patch_embed-")
+    assert {name for name, _ in cases(Slot) if not name.startswith(elsewhere)} <= set(small_models())
 
 
 TIMED = [(name, case) for slot in (Mixer, FeedForward, Head) for name, case in cases(slot)]
@@ -108,11 +111,9 @@ def test_flops_are_what_pytorch_counts(name: str, case: Slot) -> None:
         )
         with FlopCounterMode(display=False) as counter, dispatch.force("reference"):
             module(x, context)
-        outputs = 1 if getattr(case, "pool", None) is not None else length
-        # The memory's keys and values are made once a source token, not once a step.
-        cross = isinstance(case, CrossAttention)
-        once = 4 * WIDTH * case.n_heads * case.head_dim * length if cross else 0
-        assert counter.get_total_flops() == 2 * (outputs * formula(case, WIDTH, length) + once)
+        outputs = 1 if isinstance(case, Head) and case.per_document else length
+        # Cross-attention is charged one source token a target token, as many as there are here.
+        assert counter.get_total_flops() == 2 * outputs * formula(case, WIDTH, length)
 
 
 def test_roles_of_initialisation() -> None:
