@@ -45,9 +45,10 @@ def test_native(name, dtype, tmp_path):
     assert torch.equal(logits(back), logits(model))
     assert not back.training
     stored = {"float32": "F32", "bfloat16": "BF16"}[dtype]
-    assert back.stored_dtype == stored
+    fp32_beside = f"{stored}+F32"  # a router's selection bias
+    assert back.stored_dtype in (stored, fp32_beside)
     cast = load(tmp_path / "a", dtype="float16", device="cpu")
-    assert (cast.stored_dtype, cast.dtype) == (stored, torch.float16)
+    assert (cast.stored_dtype, cast.dtype) == (back.stored_dtype, torch.float16)
     if name.startswith("mamba-"):
         # Its residual reaches 75,000 with these weights (case 7: refused, not clamped).
         with pytest.raises(UserError, match="overflow float16"):
