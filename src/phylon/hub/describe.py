@@ -148,7 +148,8 @@ def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
     """A configuration that names code to fetch or a foreign quantisation is refused."""
     if data.get("auto_map"):
         raise UserError(
-            f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; convert it first"
+            f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; remove that key to read "
+            f"it as the model_type it names"
         )
     if data.get("quantization_config"):
         table = data["quantization_config"]
