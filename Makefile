@@ -39,7 +39,8 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Phylon needs Python 3.11 or newer; this is %s. Name one: make PYTHON=python3.12 …" % sys.version.split()[0])'
 	@test -x $(BIN)/python || echo "making the environment in $(VENV)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || { rm -rf $(VENV) && $(PYTHON) -m venv $(VENV); } || { rm -rf $(VENV); \
+		echo "this Python cannot make environments: install its venv package (Debian: apt-get install python3-venv)"; exit 1; }
 	@echo "installing PyTorch and Phylon (once)"
 	@$(PIP) torch
 	@$(PIP) --editable .

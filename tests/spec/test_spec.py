@@ -100,7 +100,7 @@ OP = "model.decoder.blocks.0.of.sublayers.0.branches.0.op"
     ("path", "value", "words"),
     [
         ("schema", 2, ["schema is 2", "schema = 1"]),
-        ("schema", ..., ["schema is 'missing'"]),
+        ("schema", ..., ["'schema = 1' is missing"]),
         ("extra", 1, ["expected the keys 'schema' and 'model'", "'extra'"]),
         ("model.decodr", {}, ["unknown field 'decodr'", "did you mean 'decoder'?"]),
         ("model.decoder.d_modle", 3, ["d_modle", "decoder"]),

@@ -127,6 +127,8 @@ class _Subject:
         patterns = [node.pattern for node in self.mechanisms if hasattr(node, "pattern")]  # type: ignore[attr-defined]
         self.reach: int | None = min((p.reach for p in patterns if p.reach is not None), default=None)
         self.mixes = any(isinstance(node, Mixer) for node in self.mechanisms)
+        if length is not None and length < 6:
+            raise UserError(f"verify needs texts of 6 tokens at least, got a length of {length}")
         wanted = length or (self.reach + 8 if self.reach is not None and 16 < self.reach <= 128 else 24)
         limits = [getattr(node, "max_seq_len", None) for node in self.mechanisms]
         longest = min([wanted, *(n for n in limits if n is not None)])

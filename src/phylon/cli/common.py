@@ -59,5 +59,7 @@ def spec_of(name: str) -> "ModelSpec":
     try:
         return preset(name)
     except UserError:
+        if "/" in name or Path(name).suffix in (".gguf", ".safetensors", ".json"):
+            raise UserError(f"there is no file or folder '{name}'") from None
         known = [*presets(), *KNOWN]
         raise UserError(f"there is no preset or model '{name}'{did_you_mean(name, known)}") from None

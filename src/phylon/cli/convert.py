@@ -25,14 +25,14 @@ def convert(
     from phylon.spec.errors import UserError
 
     if quant is not None and to != "gguf":
-        raise UserError(f"--quant is for --to gguf; {to} folders keep whole numbers, choose them by --dtype")
+        raise UserError(f"--quant is for --to gguf; {to} folders are not quantised, choose their numbers by --dtype")
     if to == "gguf" and target.suffix != ".gguf":
         raise UserError(f"'{target}' must end in .gguf")
     if target.exists() and (target.is_file() or any(target.iterdir())):
         raise UserError(f"'{target}' exists; choose another name or remove it")
     model = load(source, dtype=dtype, device="cpu")
     if to == "gguf":
-        save_gguf(model, target, quant=quant)
+        save_gguf(model, target, quant=quant.upper() if quant else None)
     else:
         save(model, target, format=to)
     note(f"wrote {target} ({to}, {sum(p.numel() for p in model.parameters()):,} parameters)")

@@ -70,7 +70,8 @@ def _line(error: Exception) -> str | None:
 def _usage(error: Exception) -> str:
     """A message of the option parser, with the way to the help."""
     context = getattr(error, "ctx", None)
-    message = error.format_message().rstrip(".").replace("Value error, ", "")  # type: ignore[attr-defined]
+    message = error.format_message().rstrip(".?").replace("Value error, ", "")  # type: ignore[attr-defined]
+    message = message.replace(". Did you mean", "; did you mean")
     message = message[:1].lower() + message[1:]
     return f"{message}; see '{context.command_path} --help'" if context is not None else message
 

@@ -167,7 +167,7 @@ def encoded(model: Model, text: str) -> list[int]:
 def needed_tokenizer(model: Model) -> Any:
     """The model's tokenizer."""
     if model.tokenizer is None:
-        raise UserError("this model has no tokenizer: give token ids, or set model.tokenizer")
+        raise UserError("this model has no tokenizer: give token ids (--prompt-ids), or set model.tokenizer")
     return model.tokenizer
 
 

@@ -44,8 +44,10 @@ def find_model(path_or_name: str | Path) -> Path:
         return path
     if name in presets():
         raise UserError(f"'{name}' is a preset without weights; give a folder or a .gguf file, or train one first")
-    known = f"; known by name: {', '.join(KNOWN)}{did_you_mean(name, KNOWN) if '/' not in name else ''}"
-    raise UserError(f"no model at '{name}'{known}")
+    near = did_you_mean(name, KNOWN)
+    raise UserError(
+        f"no model at '{name}'{near if '/' not in name else ''}; give a folder, a .gguf file or a known name"
+    )
 
 
 def _in_package(name: str) -> Path:

@@ -85,8 +85,10 @@ def check_schema(data: Any) -> None:
     """Refuse a document that is not a table, or written for another schema version."""
     if not isinstance(data, dict):
         raise UserError(f"expected a table at the top, got {type(data).__name__}")
-    if data.get("schema") != SCHEMA:
-        raise UserError(f"schema is {data.get('schema', 'missing')!r}; this release reads schema = {SCHEMA}")
+    if "schema" not in data:
+        raise UserError(f"the line 'schema = {SCHEMA}' is missing")
+    if data["schema"] != SCHEMA:
+        raise UserError(f"schema is {data['schema']!r}; this release reads schema = {SCHEMA}")
 
 
 def structure_slot(kind: type, data: Any) -> Any:
