@@ -124,6 +124,21 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path):
     assert again.loss == whole.loss
 
 
+def test_a_checkpoint_is_written_before_the_samples_of_its_step(tmp_path):
+    """A process that dies while it samples has lost nothing, and the resumed run takes those samples again."""
+
+    def die(model):
+        raise KeyboardInterrupt
+
+    options = {"steps": 6, "sample_every": 3, "save_every": 3}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "parts", sample=die, **options)
+    assert latest_checkpoint(tmp_path / "parts" / "checkpoints").name == "step-00000003"
+    train(tmp_path / "parts", resume=True, sample=lambda model: ["text"], **options)
+    train(tmp_path / "whole", sample=lambda model: ["text"], **options)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
+
+
 def test_dropout_is_on_and_the_seed_matters(tmp_path):
     """The positive control of the test above."""
     losses = [

@@ -121,6 +121,8 @@ class Trainer:
         try:
             with stop_on_signals() as stop:
                 self.model.train()
+                if state.step and state.step < state.total and self._due(self.recipe.run.sample_every):
+                    self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
                 while state.step < state.total and not self._out_of_time():
                     self._step()
                     self._periodic(stop)
@@ -182,24 +184,26 @@ class Trainer:
         run = self.recipe.run
         if self._due(run.eval_every):
             self._evaluate()
-        if self._due(run.sample_every):
-            self._sample()
         if self.budget is not None and self.state.step == self.state.replan:
             self.state.total, self.state.replan = self.budget.plan(self.state.step, self._elapsed())
             self._log({"kind": "plan", "step": self.state.step, "total": self.state.total})
         if self._due(run.save_every) or stop.number is not None:
             self._save()
         if stop.number is not None and self.state.step < self.state.total:
-            message = f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}"
-            raise Interrupted(f"{message} and can be resumed", stop.number)
+            raise Interrupted(
+                f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}",
+                stop.number,
+            )
+        if self._due(run.sample_every):
+            self._sample()
 
     def _finish(self) -> None:
         if self._last.get("eval") != self.state.step:
             self._evaluate()
-        if self._last.get("samples") != self.state.step:
-            self._sample()
         if self._last.get("save") != self.state.step:
             self._save()
+        if self._last.get("samples") != self.state.step:
+            self._sample()
 
     def _evaluate(self) -> None:
         """The mean loss over the held-out tokens."""
@@ -217,12 +221,17 @@ class Trainer:
         self._log({"kind": "eval", "step": self.state.step, "loss": self.held_out_loss, "tokens": self.state.tokens})
 
     def _sample(self) -> None:
+        """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
         if self.sample is None:
             return
         started = time.perf_counter()
-        with random_state_kept(), torch.no_grad(), _evaluating(self.model):
-            self.samples = self.sample(self.model)
         self._last["samples"] = self.state.step
+        try:
+            with random_state_kept(), torch.no_grad(), _evaluating(self.model):
+                self.samples = self.sample(self.model)
+        except Exception as error:
+            self._say(f"no samples at step {self.state.step}: {error}")
+            return
         self._took("samples", started)
         self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
 
