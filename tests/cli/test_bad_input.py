@@ -188,6 +188,7 @@ def test_interrupts_are_130_and_one_line(fails: Callable, monkeypatch: pytest.Mo
     ("setting", "words"),
     [
         ("data.seq_len=153", "152"),
+        ("run.threads=1000000", "run.threads"),
         ("model.preset=gtp2", "did you mean 'gpt2'"),
         ("model.set={'decoder.d_model'=1000000000000}", "memory"),
     ],
@@ -196,6 +197,16 @@ def test_training_that_cannot_begin(train_fails: Callable, setting: str, words: 
     line = train_fails(setting)
     assert line.startswith("phylon: ")
     assert words in line
+
+
+def test_a_prompt_that_cannot_be_said_is_refused_before_training(
+    fails: Callable, run: Callable, tmp_path: Path
+) -> None:
+    for prompt in ("hello", ""):
+        found = run("train", "tinygpt", "--out", tmp_path / "run", "--device", "cpu", "--prompt", prompt)
+        assert found.code == 2
+        assert found.err.splitlines()[-1].startswith("phylon: ")
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_reader_who_leaves_is_no_error(tmp_path: Path) -> None:

@@ -194,13 +194,28 @@ def test_train_samples_resumes_and_starts_afresh(run: Callable, tmp_path: Path) 
     assert all(isinstance(text, str) and text for text in samples[0]["texts"])
     again = run("train", "tinygpt", *small)
     assert again.code == 2
-    assert "already holds a run" in again.err
+    assert "--resume goes on with it, --fresh removes it" in again.err
     (tmp_path / "run/mine.txt").write_text("kept")
     assert run("train", "tinygpt", *small, "--fresh").code == 0
     assert (tmp_path / "run/mine.txt").read_text() == "kept"
     more = [*small[:1], "run.steps=4", *small[2:]]
-    assert run("train", "tinygpt", *more, "--resume").code == 2, "a changed recipe is refused"
-    assert run("train", "tinygpt", *small, "--resume").code == 0
+    changed = run("train", "tinygpt", *more, "--resume")
+    assert changed.code == 2
+    assert "--allow-changes" in changed.err
+    assert run("train", "tinygpt", *more, "--resume", "--allow-changes").code == 0
+    assert run("train", tmp_path / "run/recipe.toml", *small[-4:], "--resume").code == 0
+
+
+def test_a_stopped_run_says_how_to_go_on(run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from phylon.train import Interrupted
+
+    def stop(*_args: object, **_options: object) -> None:
+        raise Interrupted("stopped after step 1 of 9", 15)
+
+    monkeypatch.setattr(sys.modules["phylon.train"], "train", stop)
+    found = run("train", "tinygpt", "--out", tmp_path / "a run")
+    assert found.code == 143
+    assert found.err.endswith(f"--out '{tmp_path}/a run' --resume\n")
 
 
 def test_chat_reads_a_pipe(run: Callable, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,3 +143,16 @@ def test_unknown_recipes_and_keys_get_the_nearest_name(tmp_path):
         load_recipe("demo", {"optim.lrr": 1})
     with pytest.raises(UserError, match="cannot read"):
         load_recipe(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    "path", ["optim.lr", "optim.weight_decay", "optim.betas", "optim.clip", "optim.eps", "run.max_minutes"]
+)
+def test_numbers_that_are_not_finite_are_refused(path, number):
+    value = [0.9, float(number)] if path == "optim.betas" else float(number)
+    with pytest.raises(UserError) as caught:
+        load_recipe("demo", {path: value})
+    assert path.rpartition(".")[2] in str(caught.value)
+    with pytest.raises(UserError, match=r"model\.d_model"):
+        load_recipe("demo", {"model.d_model": float("nan")})

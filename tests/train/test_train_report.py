@@ -113,6 +113,15 @@ def test_the_progress_line_says_step_loss_speed_and_time_left(terminal):
     assert ("\x1b[" in shown) == terminal
 
 
+def test_the_time_left_of_a_timed_run_is_never_above_its_limit():
+    line, _ = progress(False)
+    run = RunState(total=10**9, limit=180.0, seconds=30.0)
+    line.started(run)
+    line._from = (0, line._from[1] - 30)
+    run.step = 1
+    assert line.text(run).endswith("2:30 left")
+
+
 def test_a_loss_that_is_not_a_number_does_not_stay_in_the_line():
     line, _ = progress(False)
     run = RunState(total=9, step=3)

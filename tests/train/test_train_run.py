@@ -24,6 +24,7 @@ from phylon.train import (
     recipe_from_toml,
     train,
 )
+from phylon.train.folder import clear
 
 SMALL = """
 schema = 1
@@ -116,6 +117,7 @@ def test_what_a_run_without_a_checkpoint_left_is_not_taken_for_its_own(tmp_path)
     train(recipe_from_toml(SMALL), out=tmp_path / "whole", device="cpu")
     out = tmp_path / "killed"
     (out / "checkpoints" / ".writing-x").mkdir(parents=True)
+    (out / ".phylon-run").write_text("")
     (out / "recipe.toml").write_text("")
     (out / "metrics.jsonl").write_text('{"kind": "step", "step": 0, "loss": 9.0}\n')
     char_tokenizer("other letters").save(out / "tokenizer")
@@ -135,11 +137,19 @@ def test_a_spec_and_data_are_enough(tmp_path):
 
 def test_refused_runs_are_one_line(tmp_path):
     (tmp_path / "old").mkdir()
+    (tmp_path / "old" / ".phylon-run").write_text("")
     (tmp_path / "old" / "recipe.toml").write_text("")
+    (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "file").write_text("")
     cases = [
         ({"out": tmp_path / "old"}, "already holds a run"),
+        ({"out": tmp_path / "old", "resume": True, "fresh": True}, "choose one"),
+        ({"out": tmp_path / "mine"}, "is not from a run"),
+        ({"out": tmp_path / "mine", "fresh": True}, "is not from a run"),
         ({"out": tmp_path / "file"}, "cannot write"),
+        ({"resume": True}, "no run to resume"),
+        ({"device": "cdua"}, "cdua"),
+        ({"overrides": {"run.threads": 1_000_000}}, "run.threads 1000000 is more than"),
         ({"data": tmp_path / "missing.txt"}, "missing.txt"),
         ({"overrides": {"data.seq_len": 17}}, "max_seq_len 16"),
         ({"overrides": {"model.vocab_size": 3}}, "set model.vocab_size to at least"),
@@ -151,16 +161,85 @@ def test_refused_runs_are_one_line(tmp_path):
     ]
     for number, (options, words) in enumerate(cases):
         with pytest.raises(UserError) as caught:
-            train(recipe_from_toml(SMALL), device="cpu", **{"out": tmp_path / f"run{number}", **options})
+            train(recipe_from_toml(SMALL), **{"device": "cpu", "out": tmp_path / f"run{number}", **options})
         assert words in str(caught.value), options
         assert "\n" not in str(caught.value)
-        assert not (tmp_path / f"run{number}" / "recipe.toml").exists()
+        assert not (tmp_path / f"run{number}").exists(), "a refused run leaves nothing"
+
+
+def test_mistakes_are_found_before_any_work(tmp_path, monkeypatch):
+    def worked(*_args, **_options):
+        raise AssertionError("began to work on a run that cannot be")
+
+    monkeypatch.setattr("phylon.train.prepare._tokenizer", worked)
+    monkeypatch.setattr("phylon.train.prepare.tokenise", worked)
+    out = tmp_path / "run"
+    for changes in ({"model.family": "lama"}, {"model.n_head": 3}, {"model.d_model": 15}, {"data.seq_len": 17}):
+        with pytest.raises(UserError):
+            train(recipe_from_toml(SMALL), out=out, overrides=changes, device="cpu")
+    with pytest.raises(UserError, match="cdua"):
+        train(recipe_from_toml(SMALL), out=out, device="cdua")
+    assert not out.exists()
+
+
+def test_fresh_removes_only_what_a_run_wrote_and_only_for_a_good_recipe(tmp_path):
+    out, recipe = tmp_path / "run", recipe_from_toml(SMALL)
+    (out / "data").mkdir(parents=True)
+    (out / "data" / "mine.txt").write_text("precious")
+    short = {"run.steps": 1}
+    train(recipe, out=out, overrides=short, device="cpu")
+    before = sorted(out.rglob("*"))
+    with pytest.raises(UserError, match="lama"):
+        train(recipe, out=out, overrides={"model.family": "lama"}, fresh=True, device="cpu")
+    assert sorted(out.rglob("*")) == before
+    train(recipe, out=out, overrides=short, fresh=True, device="cpu")
+    clear(out)
+    assert [p.name for p in out.rglob("*")] == ["data", "mine.txt"]
+    assert (out / "data" / "mine.txt").read_text() == "precious"
+
+
+def test_a_recipe_in_the_runs_own_folder_is_kept(tmp_path):
+    path = tmp_path / "proj" / "recipe.toml"
+    path.parent.mkdir()
+    path.write_text(SMALL)
+    for fresh in (False, True):
+        with pytest.raises(UserError, match="lies in"):
+            train(path, out=path.parent, fresh=fresh, device="cpu")
+    assert path.read_text() == SMALL
+    assert [p.name for p in path.parent.iterdir()] == ["recipe.toml"]
+
+
+def test_a_run_without_a_folder_goes_below_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = train(recipe_from_toml(SMALL), overrides={"run.steps": 1}, device="cpu")
+    assert result.out == Path("runs/llama")
+    assert (tmp_path / "runs/llama/model").is_dir()
+
+
+def test_a_sample_that_fails_loses_nothing(tmp_path):
+    said = []
+
+    class Listen(Callback):
+        def said(self, message):
+            said.append(message)
+
+    def sample(model):
+        raise ValueError("nothing to say")
+
+    options = {"run.steps": 4, "run.sample_every": 2, "run.save_every": 2}
+    result = train(recipe_from_toml(SMALL), out=tmp_path, overrides=options, sample=sample, callbacks=[Listen()])
+    assert result.steps == 4
+    assert (tmp_path / "model").is_dir()
+    assert latest_checkpoint(tmp_path / "checkpoints").name == "step-00000004"
+    assert [m for m in said if "nothing to say" in m] == [f"no samples at step {n}: nothing to say" for n in (2, 4)]
 
 
 SCRIPT = """
+import os
 import sys
 from phylon.train import recipe_from_toml, train
-train(recipe_from_toml(open(sys.argv[1]).read()), out=sys.argv[2], resume=True, device="cpu")
+begun = os.path.exists(os.path.join(sys.argv[2], ".phylon-run"))
+train(recipe_from_toml(open(sys.argv[1]).read()), out=sys.argv[2], resume=begun, device="cpu")
 """
 
 

@@ -10,9 +10,10 @@ from train_toys import ToyLoader, toy_model, toy_recipe
 
 from phylon.ops.loss import Loss
 from phylon.spec import UserError
-from phylon.train import AdamW, Callback, Interrupted, Trainer, latest_checkpoint, read_metrics
+from phylon.train import AdamW, Callback, Interrupted, Trainer, WarmupCosine, latest_checkpoint, read_metrics
 from phylon.train.checkpoint import checkpoints, load_checkpoint
 from phylon.train.objective import NextToken
+from phylon.train.threads import faster_threads
 
 
 def weights(model):
@@ -122,6 +123,21 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path):
     assert one.manifest.python_random == two.manifest.python_random
     assert one.manifest.numpy_random == two.manifest.numpy_random
     assert again.loss == whole.loss
+
+
+def test_a_checkpoint_is_written_before_the_samples_of_its_step(tmp_path):
+    """A process that dies while it samples has lost nothing, and the resumed run takes those samples again."""
+
+    def die(model):
+        raise KeyboardInterrupt
+
+    options = {"steps": 6, "sample_every": 3, "save_every": 3}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "parts", sample=die, **options)
+    assert latest_checkpoint(tmp_path / "parts" / "checkpoints").name == "step-00000003"
+    train(tmp_path / "parts", resume=True, sample=lambda model: ["text"], **options)
+    train(tmp_path / "whole", sample=lambda model: ["text"], **options)
+    assert log(tmp_path / "parts") == log(tmp_path / "whole")
 
 
 def test_dropout_is_on_and_the_seed_matters(tmp_path):
@@ -244,9 +260,81 @@ def test_a_time_budget_plans_the_steps_so_that_the_decay_completes(tmp_path, mon
     assert [plan["step"] for plan in plans[:2]] == [2, 6]
     assert len(steps) < max(plan["total"] for plan in plans) - 5  # it became slower, and the plan shorter
     assert 570 < trainer.state.seconds < 630
+    assert trainer.state.limit == 600
     assert steps[-1]["lr"] < 0.12 * max(r["lr"] for r in steps)  # the cosine ends at a tenth
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
     train(tmp_path, steps=7, save_every=2, keep=2)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-00000006", "step-00000007"]
+
+
+def test_a_short_plan_keeps_a_short_warmup_and_as_many_samples(tmp_path, monkeypatch):
+    """A slow machine takes a few of the steps asked for: the schedule is all there, and so are the samples."""
+    monkeypatch.setattr("phylon.train.trainer.time", SlowingClock())
+    recipe = toy_recipe(steps=3000, max_minutes=10, sample_every=600, save_every=1500, keep=9, threads=1)
+    recipe = recipe.replace(schedule=WarmupCosine(warmup=200, min_ratio=0.0))
+    trainer = Trainer(toy_model(), ToyLoader(), recipe, tmp_path, sample=lambda model: ["text"])
+    trainer.run()
+    rates = [r["lr"] for r in log(tmp_path, "step")]
+    assert 20 < len(rates) < 200
+    assert max(rates) == pytest.approx(recipe.optim.lr, rel=0.05)
+    assert rates.index(max(rates)) < len(rates) // 4
+    assert rates[-1] < 0.1 * recipe.optim.lr
+    assert 4 <= len(log(tmp_path, "samples")) <= 7
+    assert 2 <= len(checkpoints(tmp_path / "checkpoints")) <= 4
+
+
+def test_threads_are_measured_for_timed_runs_alone_and_kept_on_resuming(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(work):
+        work()
+        measured.append(work)
+        torch.set_num_threads(1)
+        return 1
+
+    monkeypatch.setattr("phylon.train.trainer.faster_threads", measure)
+    plain = train(tmp_path / "plain", dropout=0.2, steps=3, threads=1)
+    told = train(tmp_path / "told", dropout=0.2, steps=3, max_minutes=10, threads=1)
+    assert not measured
+    timed = train(tmp_path / "timed", dropout=0.2, steps=3, max_minutes=10)
+    assert len(measured) == 1
+    assert timed.environment["threads"] == "1"
+    for other in (told, timed):  # measuring leaves no trace in weights or randomness
+        assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), other.model.parameters(), strict=True))
+    train(tmp_path / "timed", dropout=0.2, steps=3, max_minutes=10, resume=True)
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("one_takes", [1.0, 5.0])
+def test_the_faster_number_of_threads_is_kept(monkeypatch, one_takes):
+    now, threads = [0.0], [4]
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads[0])
+    monkeypatch.setattr("torch.set_num_threads", lambda n: threads.__setitem__(0, n))
+
+    def work():
+        now[0] += one_takes if threads[0] == 1 else 3.0
+
+    assert faster_threads(work, lambda: now[0]) == threads[0] == (1 if one_takes < 3 else 4)
+
+
+class LostLoss(NextToken, frozen=True, kw_only=True, tag="lost_loss_for_tests"):
+    """A loss that is infinite while every gradient is finite."""
+
+    def loss(self, model, batch):
+        found = super().loss(model, batch)
+        return Loss(found.sum + math.inf, found.count)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_is_named(tmp_path):
+    listen = StopAt(-1)
+    model = toy_model()
+    before = weights(model)
+    recipe = toy_recipe(steps=3).replace(objective=LostLoss())
+    trainer = Trainer(model, ToyLoader(), recipe, tmp_path, [listen])
+    trainer.run()
+    assert trainer.state.skipped == 3
+    assert "step 0 skipped: the loss is not finite" in listen.messages
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert [r["tensors"] for r in log(tmp_path, "skipped")] == [[], [], []]

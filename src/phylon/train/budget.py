@@ -2,6 +2,7 @@
 
 FIRST_PLAN = 2  # the very first step pays for warming up; the next plans come soon, and then more rarely
 ACT_SHARE = 0.02  # of the time, for the last evaluation and the last samples each, until they are measured
+MOST_WARMUP = 0.1  # of the planned steps
 PLANS = 25  # how often the plan is looked at again over a run
 
 
@@ -39,6 +40,10 @@ class TimeBudget:
         total = min(self.most, step + int(left / max(per_step, 1e-9)))
         self._mark = (step, elapsed)
         return max(total, step), step + max(1, min(2 * step, total // PLANS))
+
+    def warmup(self, wanted: int, total: int) -> int:
+        """A warmup that leaves most of a short plan to the schedule proper."""
+        return min(wanted, max(1, int(total * MOST_WARMUP)))
 
     def over(self, elapsed: float) -> bool:
         """Whether the time is used up."""

@@ -26,6 +26,7 @@ PREFIX = "step-"
 class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a run is. ``total``: planned updates; ``replan``: when to measure next; ``seconds``: time spent training.
 
+    ``limit``: the seconds that a timed run may take in all.
     ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
     """
 
@@ -34,6 +35,7 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     tokens: int = 0
     seconds: float = 0.0
     replan: int | None = None
+    limit: float | None = None
     skipped: int = 0
     skipped_in_row: int = 0
 

@@ -1,11 +1,14 @@
 """What a run's bits depend on beside its recipe: versions, threads, processor; and the precision it can use."""
 
 import importlib.metadata
+import os
 import platform
 import sys
 from typing import Literal
 
 import torch
+
+from phylon.spec.errors import UserError
 
 Precision = Literal["fp32", "bf16"]
 
@@ -25,6 +28,13 @@ def environment(device: torch.device, precision: Precision) -> dict[str, str]:
         "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
         "precision": precision,
     }
+
+
+def check_threads(threads: int | None) -> None:
+    """Refuse more threads than processors: they would be slower, and very many end the process."""
+    processors = os.cpu_count() or 1
+    if threads is not None and threads > processors:
+        raise UserError(f"run.threads {threads} is more than this machine's {processors} processors; lower it")
 
 
 def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -17,15 +17,17 @@ from phylon.data import (
     split_documents,
     tokenise,
 )
-from phylon.model import GenerationDefaults, Model, ModelSpec, build
+from phylon.model import GenerationDefaults, Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
+from phylon.train.machine import check_threads
 from phylon.train.objective import Batch
 from phylon.train.recipe import DataRecipe, InlineTexts, Recipe, model_spec
 
 # Below this many documents whole ones make a poor held-out part, and the end of the text is held out instead.
 FEW_DOCUMENTS = 50
 EVAL_BATCH_ROWS = 16
+PROVISIONAL_VOCAB = 256  # stands for the tokenizer's size until there is one
 
 Say = Callable[[str], None]
 
@@ -39,17 +41,34 @@ class Prepared(NamedTuple):
     model: Model
 
 
-def prepare(recipe: Recipe, out: Path, source: Source | None, device: str, say: Say, *, resume: bool) -> Prepared:
+def check(recipe: Recipe, source: Source | None, device: str) -> Source:
+    """Find what is wrong with a recipe before anything is written or computed; the source of its texts.
+
+    The vocabulary is not known yet, so sizes that depend on it are checked again later.
+    """
+    resolve_device(device)
+    check_threads(recipe.run.threads)
+    spec = model_spec(recipe, PROVISIONAL_VOCAB)
+    build_meta(spec)
+    check_length(spec, recipe)
+    source = recipe_source(recipe.data) if source is None else source
+    next(iter(source.documents()), None)
+    return source
+
+
+def prepare(
+    recipe: Recipe, out: Path, source: Source, device: str, say: Say, made: Callable[[Tokenizer], None], *, resume: bool
+) -> Prepared:
     """Make the tokenizer (kept in ``out/tokenizer``), tokenise (kept in ``out/data``), build the model.
 
-    ``resume`` takes the tokenizer that the run already has.
+    ``made`` sees the tokenizer before the data are tokenised. ``resume`` takes the one that the run already has.
     """
     data = recipe.data
-    source = recipe_source(data) if source is None else source
     training, held = _split(source, data.held_out)
     tokenizer = load_tokenizer(out / "tokenizer") if resume else _tokenizer(data, training, out / "tokenizer", say)
+    made(tokenizer)
     spec = model_spec(recipe, tokenizer.vocab_size)
-    check_fit(spec, recipe, tokenizer)
+    check_vocabulary(spec, tokenizer)
     say("tokenising the data")
     store = tokenise(training, tokenizer, out / "data")
     held_store = None if held is None else tokenise(held, tokenizer, out / "data")
@@ -77,15 +96,18 @@ def recipe_source(data: DataRecipe) -> Source:
     return source if data.max_bytes is None else _Limited(source, data.max_bytes)
 
 
-def check_fit(spec: ModelSpec, recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse a vocabulary or a row length that the model has no room for."""
-    stack = spec.last_stack
-    room = getattr(stack.embed, "vocab_size", None)
+def check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer) -> None:
+    """Refuse a vocabulary that the model has no room for."""
+    room = getattr(spec.last_stack.embed, "vocab_size", None)
     if room is not None and tokenizer.vocab_size > room:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} entries and the model {room}: "
             f"set model.vocab_size to at least {tokenizer.vocab_size}, or data.tokenizer to a smaller one"
         )
+
+
+def check_length(spec: ModelSpec, recipe: Recipe) -> None:
+    """Refuse rows that are longer than the model's texts can be."""
     longest = spec.max_seq_len
     if longest is not None and recipe.data.seq_len > longest:
         raise UserError(

@@ -73,7 +73,8 @@ class ProgressLine(Callback):
             parts.append(f"{self.speed:,.0f} tokens/s")
         steps, seconds = run.step - self._from[0], time.monotonic() - self._from[1]
         if steps and run.step < run.total:
-            parts.append(f"{_clock(seconds / steps * (run.total - run.step))} left")
+            left = seconds / steps * (run.total - run.step)
+            parts.append(f"{_clock(left if run.limit is None else min(left, max(0.0, run.limit - run.seconds)))} left")
         elif steps:
             parts.append(f"{_clock(seconds)} in all")
         return "  ".join(parts)

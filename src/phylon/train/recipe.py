@@ -4,8 +4,9 @@ A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [data] 
 ``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the usual one.
 """
 
+import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -64,10 +65,12 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     """How long, how large, how often.
 
     ``steps``: updates; with ``max_minutes`` the run measures its speed and takes as many of them as fit, so that the
-    schedule still reaches its end. ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``:
-    "bf16" is autocast over fp32 weights, "auto" is bf16 where the machine computes it in hardware. ``eval_every``,
-    ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds the held-out rows
-    of one evaluation; ``keep``: checkpoints kept. ``threads``: CPU threads (``None``: as PyTorch chooses).
+    schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below shrink with them.
+    ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
+    weights, "auto" is bf16 where the machine computes it in hardware. ``eval_every``, ``sample_every`` and
+    ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds the held-out rows of one evaluation;
+    ``keep``: checkpoints kept. ``threads``: CPU threads (``None``: as PyTorch chooses; with ``max_minutes`` all or one,
+    whichever is measured to be faster at the start).
     """
 
     steps: int = 1000
@@ -107,6 +110,19 @@ class Recipe(Spec, frozen=True, kw_only=True):
         forms = [form for form in MODEL_FORMS if form in self.model]
         if len(forms) != 1:
             raise UserError(f"[model] needs exactly one of {', '.join(MODEL_FORMS)}; got {', '.join(forms) or 'none'}")
+        for path, number in _numbers(to_data(self), ""):
+            # An infinite number has its uses in a model (a limit that is none), and nowhere else.
+            if math.isnan(number) or (math.isinf(number) and not path.startswith("model.")):
+                raise UserError(f"{path} must be a finite number, got {number}")
+
+
+def _numbers(data: Any, path: str) -> Iterator[tuple[str, float]]:
+    """Every float in plain data, with its dotted path."""
+    if isinstance(data, float):
+        yield path, data
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, value in items:
+        yield from _numbers(value, f"{path}.{key}" if path else str(key))
 
 
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:

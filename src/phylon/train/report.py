@@ -120,12 +120,16 @@ def _earlier(samples: list[Record]) -> str:
 
 def _events(records: list[Record]) -> str:
     rows = [
-        (f"step {r['step']}", f"skipped: the gradient of {', '.join(r['tensors'])} was not finite")
+        (f"step {r['step']}", f"skipped: {_what(r['tensors'])} was not finite")
         for r in records
         if r["kind"] == "skipped"
     ]
     rows += [(f"step {r['step']}", f"resumed: {'; '.join(r['changes'])}") for r in records if r["kind"] == "resumed"]
     return _table(rows)
+
+
+def _what(tensors: list[str]) -> str:
+    return f"the gradient of {', '.join(tensors)}" if tensors else "the loss"
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -27,7 +27,7 @@ def check_continuation(
     if changed and not allow_changes:
         raise UserError(
             f"the recipe is not the one of this run: {'; '.join(changed)}; "
-            "resume with the run's own recipe, or allow the changes"
+            "resume with the run's own recipe.toml, or with --allow-changes"
         )
     return changed + changes(manifest.environment, environment)
 

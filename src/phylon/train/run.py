@@ -11,7 +11,8 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
-from phylon.train.prepare import prepare
+from phylon.train.folder import check_free, claim, clear, is_run
+from phylon.train.prepare import check, prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
 from phylon.train.report import write_report, write_text
 from phylon.train.trainer import Trainer
@@ -36,9 +37,10 @@ def train(
     recipe: Recipe | ModelSpec | str | Path,
     *,
     data: str | Path | Source | None = None,
-    out: str | Path,
+    out: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     resume: bool = False,
+    fresh: bool = False,
     allow_changes: bool = False,
     sample: Callable[[Model], list[str]] | None = None,
     callbacks: Sequence[Callback] = (),
@@ -47,25 +49,38 @@ def train(
     """Train a model as a recipe says (a ``Recipe``, a file, or the name of one that comes with the library).
 
     A ``ModelSpec`` trains with the default recipe around it. ``data`` replaces the recipe's source; ``overrides`` are
-    dotted paths. Writes ``out/``: ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``, ``model/`` and ``report.html``.
-    ``resume`` goes on from the latest checkpoint (or begins, where there is none); a recipe that differs from the run's
-    is refused with its differences unless ``allow_changes``. ``sample`` gives texts of the model now and then.
+    dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
+    ``model/`` and ``report.html``. ``resume`` goes on from the latest checkpoint; a recipe that differs from the run's
+    is refused with its differences unless ``allow_changes``. ``fresh`` removes the run in ``out`` first, once nothing
+    is found wrong with the new one. ``sample`` gives texts of the model now and then.
 
     Raises UserError for every mistake in the above, and Interrupted after Ctrl-C, once the last step is saved.
     """
     wanted = _recipe(recipe, data, overrides or {})
-    out = Path(out)
-    last = latest_checkpoint(out / "checkpoints")
-    if (out / "recipe.toml").exists() and not resume:
-        raise UserError(f"'{out}' already holds a run; resume it, or give another folder")
+    out = Path(out) if out is not None else Path("runs") / _name(recipe, wanted)
+    last = latest_checkpoint(out / "checkpoints") if resume else None
+    _check_folder(recipe, out, resume=resume, fresh=fresh)
+    source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
 
     def say(message: str) -> None:
         for callback in callbacks:
             callback.said(message)
 
-    _make_folder(out)
-    source = data if data is not None and not isinstance(data, str | Path) else None
-    prepared = prepare(wanted, out, source, device, say, resume=last is not None)
+    def made(tokenizer: Tokenizer) -> None:
+        for callback in callbacks:
+            callback.vocabulary(tokenizer)
+
+    if fresh:
+        clear(out)
+    if last is None:
+        claim(out)
+        say(f"no checkpoint in '{out}' yet: beginning again" if resume else f"training in '{out}'")
+    try:
+        prepared = prepare(wanted, out, source, device, say, made, resume=last is not None)
+    except UserError:
+        if not resume:
+            clear(out)
+        raise
     model = prepared.model
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     trainer = Trainer(model, prepared.loader, wanted, out, callbacks, held_out=prepared.held_out, sample=sample)
@@ -89,6 +104,30 @@ def train(
     )
 
 
+def _check_folder(recipe: Any, out: Path, *, resume: bool, fresh: bool) -> None:
+    """Whether the run may begin (or go on) in ``out``."""
+    if resume and fresh:
+        raise UserError("--resume goes on with a run and --fresh removes it; choose one")
+    if resume:
+        if not is_run(out) and latest_checkpoint(out / "checkpoints") is None:
+            raise UserError(f"there is no run to resume in '{out}'; leave --resume out to begin one")
+        return
+    if isinstance(recipe, str | Path) and Path(recipe).is_file() and Path(recipe).resolve().parent == out.resolve():
+        raise UserError(f"the recipe '{recipe}' lies in '{out}' itself, where the run's own would replace it; move it")
+    if not fresh and is_run(out) and (out / "recipe.toml").exists():
+        raise UserError(
+            f"'{out}' already holds a run: --resume goes on with it, --fresh removes it first; or give another folder"
+        )
+    check_free(out)
+
+
+def _name(given: Any, recipe: Recipe) -> str:
+    """What to call the folder of a run that was given none."""
+    if isinstance(given, str | Path):
+        return Path(given).stem
+    return str(recipe.model.get("preset") or recipe.model.get("family") or "model")
+
+
 def _recipe(given: Recipe | ModelSpec | str | Path, data: Any, overrides: Mapping[str, Any]) -> Recipe:
     if isinstance(given, ModelSpec):
         given = Recipe(model={"spec": to_data(given)})
@@ -97,10 +136,3 @@ def _recipe(given: Recipe | ModelSpec | str | Path, data: Any, overrides: Mappin
     if isinstance(data, str | Path):
         changes["data.source"] = str(data)
     return apply_overrides(recipe, changes)
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to '{out}': {error.strerror}") from None

@@ -16,6 +16,11 @@ class Schedule(Slot):
     """The share of the peak learning rate at each step."""
 
     @property
+    def warmup(self) -> int:
+        """Updates until the rate is at its peak."""
+        raise NotImplementedError
+
+    @property
     def total(self) -> int | None:
         """The length of the schedule, where it is not that of the run."""
         raise NotImplementedError

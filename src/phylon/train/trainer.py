@@ -1,5 +1,6 @@
 """The training loop: token-exact accumulation, clipping, skipped bad gradients, evaluation, complete checkpoints."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,13 +23,14 @@ from phylon.train.checkpoint import (
     model_tensors,
     save_checkpoint,
 )
-from phylon.train.machine import environment, resolve_precision
+from phylon.train.machine import check_threads, environment, resolve_precision
 from phylon.train.metrics import MetricsFile, Record
 from phylon.train.objective import Batch
 from phylon.train.recipe import Recipe
 from phylon.train.resume import check_continuation
 from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
+from phylon.train.threads import faster_threads
 
 MAX_SKIPPED_IN_ROW = 10
 
@@ -64,6 +66,8 @@ class Trainer:
         sample: Callable[[Model], list[str]] | None = None,
     ) -> None:
         run = recipe.run
+        check_threads(run.threads)
+        self._threads_before = torch.get_num_threads()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
         self.model, self.loader, self.recipe, self.callbacks = model, loader, recipe, callbacks
@@ -74,8 +78,12 @@ class Trainer:
         self.out = Path(out_dir)
         self.checkpoints = self.out / "checkpoints"
         self.optimizer = build(recipe.optim, model.named_parameters())  # type: ignore[arg-type]
-        self.state = RunState(total=run.steps, replan=None if run.max_minutes is None else FIRST_PLAN)
         self.budget = None if run.max_minutes is None else TimeBudget(run.max_minutes * 60, run.steps)
+        self.state = RunState(
+            total=run.steps,
+            replan=None if self.budget is None else FIRST_PLAN,
+            limit=None if self.budget is None else self.budget.seconds,
+        )
         self.loss: float | None = None
         self.held_out_loss: float | None = None
         self.samples: list[str] = []
@@ -92,11 +100,12 @@ class Trainer:
         """Put a checkpoint back, so that the run goes on bit for bit; what is not the same any more is named."""
         found = load_checkpoint(checkpoint)
         manifest = found.manifest
+        self._threads_as_before(manifest.environment)
         changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
         self.loader.load_state_dict(manifest.data)
         load_model_tensors(self.model, found.model)
         self.optimizer.load_state_tensors(found.optimizer)
-        self.state = manifest.run
+        self.state, self.state.limit = manifest.run, self.state.limit
         if self.budget is None:
             self.state.total = self.recipe.run.steps
         if not self.metrics.cut(manifest.metrics_bytes):
@@ -113,14 +122,17 @@ class Trainer:
         state = self.state
         self._base, self._start = state.seconds, time.perf_counter()
         if state.step == 0:
+            self._measure_threads()
             self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
-            self.budget.begin(state.step, state.seconds)
+            self.budget.begin(state.step, self._elapsed())
         for callback in self.callbacks:
             callback.started(state)
         try:
             with stop_on_signals() as stop:
                 self.model.train()
+                if state.step and state.step < state.total and self._due(self.recipe.run.sample_every):
+                    self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
                 while state.step < state.total and not self._out_of_time():
                     self._step()
                     self._periodic(stop)
@@ -129,7 +141,33 @@ class Trainer:
             for callback in self.callbacks:
                 callback.ended(state)
             self.metrics.close()
+            torch.set_num_threads(self._threads_before)
         return state
+
+    def _measure_threads(self) -> None:
+        """A timed run on the CPU takes the number of threads that is faster now; others must not depend on the time."""
+        if self.budget is None or self.recipe.run.threads is not None or self.device.type != "cpu":
+            return
+        part = _parts(self.loader.batch(0), self.recipe.run.accumulate)[0]
+
+        def work() -> None:
+            with self._autocast():
+                loss = self.recipe.objective.loss(self.model, part)
+            loss.sum.backward()
+
+        with random_state_kept():
+            threads = faster_threads(work)
+        self.optimizer.drop()
+        if threads != self._threads_before:
+            self._say(f"computing with {threads} thread: faster now than {self._threads_before}, the cores are busy")
+        self.environment["threads"] = str(threads)
+
+    def _threads_as_before(self, environment: dict[str, str]) -> None:
+        """The measured number of threads of a timed run stays what it was, for the sake of the same bits."""
+        threads = int(environment.get("threads", 0))
+        if self.budget is not None and self.recipe.run.threads is None and 0 < threads <= self._threads_before:
+            torch.set_num_threads(threads)
+            self.environment["threads"] = str(threads)
 
     def _step(self) -> None:
         """One update: gradients of the whole batch, divided by the number of all its targets."""
@@ -147,9 +185,8 @@ class Trainer:
         count = max(1, int(sum(counts)))
         self.loss = float(sum(sums)) / count
         norm = self.optimizer.norm(count)
-        total = self.recipe.schedule.total or state.total
-        lr = optim.lr * self.recipe.schedule.ratio(state.step, total)
-        if norm.not_finite:
+        lr = optim.lr * self._ratio()
+        if norm.not_finite or not math.isfinite(self.loss):
             self._skip(norm.not_finite)
         else:
             clipped = 1.0 if optim.clip is None or norm.value <= optim.clip else optim.clip / norm.value
@@ -163,18 +200,28 @@ class Trainer:
         state.step += 1
         self._log(record | {"seconds": state.seconds})
 
+    def _ratio(self) -> float:
+        """The share of the peak rate at this step."""
+        schedule, total = self.recipe.schedule, self.state.total
+        if schedule.total is not None:
+            return schedule.ratio(self.state.step, schedule.total)
+        if self.budget is not None:
+            schedule = schedule.replace(warmup=self.budget.warmup(schedule.warmup, total))  # type: ignore[attr-defined]
+        return schedule.ratio(self.state.step, total)
+
     def _skip(self, names: tuple[str, ...]) -> None:
-        """Leave out an update whose gradient is not finite; weights and moments stay as they are."""
+        """Leave out an update whose loss or gradient (of ``names``) is not finite; weights and moments stay."""
         state = self.state
         self.optimizer.drop()
         state.skipped += 1
         state.skipped_in_row += 1
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        what = f"the gradient of {shown}" if names else "the loss"
         self._log({"kind": "skipped", "step": state.step, "tensors": list(names)})
-        self._say(f"step {state.step} skipped: the gradient of {shown} is not finite")
+        self._say(f"step {state.step} skipped: {what} is not finite")
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise UserError(
-                f"{MAX_SKIPPED_IN_ROW} steps in a row had a gradient that is not finite (last: {shown}); "
+                f"{MAX_SKIPPED_IN_ROW} steps in a row were skipped, the last because {what} is not finite; "
                 f"lower optim.lr, or look at the data of step {state.step}"
             )
 
@@ -182,24 +229,26 @@ class Trainer:
         run = self.recipe.run
         if self._due(run.eval_every):
             self._evaluate()
-        if self._due(run.sample_every):
-            self._sample()
         if self.budget is not None and self.state.step == self.state.replan:
             self.state.total, self.state.replan = self.budget.plan(self.state.step, self._elapsed())
             self._log({"kind": "plan", "step": self.state.step, "total": self.state.total})
         if self._due(run.save_every) or stop.number is not None:
             self._save()
         if stop.number is not None and self.state.step < self.state.total:
-            message = f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}"
-            raise Interrupted(f"{message} and can be resumed", stop.number)
+            raise Interrupted(
+                f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}",
+                stop.number,
+            )
+        if self._due(run.sample_every):
+            self._sample()
 
     def _finish(self) -> None:
         if self._last.get("eval") != self.state.step:
             self._evaluate()
-        if self._last.get("samples") != self.state.step:
-            self._sample()
         if self._last.get("save") != self.state.step:
             self._save()
+        if self._last.get("samples") != self.state.step:
+            self._sample()
 
     def _evaluate(self) -> None:
         """The mean loss over the held-out tokens."""
@@ -217,12 +266,17 @@ class Trainer:
         self._log({"kind": "eval", "step": self.state.step, "loss": self.held_out_loss, "tokens": self.state.tokens})
 
     def _sample(self) -> None:
+        """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
         if self.sample is None:
             return
         started = time.perf_counter()
-        with random_state_kept(), torch.no_grad(), _evaluating(self.model):
-            self.samples = self.sample(self.model)
         self._last["samples"] = self.state.step
+        try:
+            with random_state_kept(), torch.no_grad(), _evaluating(self.model):
+                self.samples = self.sample(self.model)
+        except Exception as error:
+            self._say(f"no samples at step {self.state.step}: {error}")
+            return
         self._took("samples", started)
         self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
 
@@ -251,7 +305,11 @@ class Trainer:
         self._say(f"saved {path}")
 
     def _due(self, every: int | None) -> bool:
-        return every is not None and self.state.step % every == 0
+        """Every so many steps; in a timed run that takes fewer steps than asked for, as often over the whole run."""
+        if every is None:
+            return False
+        step, asked, planned = self.state.step, self.recipe.run.steps, max(1, self.state.total)
+        return step * asked // (planned * every) > (step - 1) * asked // (planned * every)
 
     def _elapsed(self) -> float:
         return self._base + time.perf_counter() - self._start
