@@ -8,6 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from phylon.account import account
+from phylon.account.state import state_bytes
 from phylon.families import families, preset
 from phylon.families.llama import llama_spec
 from phylon.layers.embeddings.patches import PatchEmbed
@@ -187,6 +188,7 @@ def test_experts_that_a_token_skips_are_not_active(monkeypatch: pytest.MonkeyPat
         ({"spec_or_preset": "gpt2", "seq_len": 2000}, "1024"),
         ({"spec_or_preset": "gpt2", "seq_len": 0}, "at least 1"),
         ({"spec_or_preset": "gpt2", "batch": 0}, "at least 1"),
+        ({"spec_or_preset": "gpt2", "batch": 2.5}, "batch must be a whole number, got 2.5"),
         ({"spec_or_preset": "gpt2", "dtype": "fp8"}, "unknown dtype"),
     ],
 )
@@ -199,3 +201,21 @@ def test_mistakes_are_named(arguments: dict, words: str) -> None:
 def test_it_needs_no_memory_for_the_model() -> None:
     assert isinstance(build(preset("llama3.1-405b"), device="meta"), Model)
     assert account("llama3.1-405b").params_total == 405_853_388_800
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "mamba-130m"])
+def test_no_batch_is_too_large_to_count(name: str) -> None:
+    one, many = account(name), account(name, batch=10**30)
+    assert many.state_bytes_total == 10**30 * one.state_bytes_total
+    assert many.state_index_bytes_total == 10**30 * one.state_index_bytes_total
+
+
+def test_rows_of_a_state_are_alike() -> None:
+    """What the account multiplies by: three rows measured are three times one."""
+    for family in families():
+        for spec in family.cases():
+            model = build(spec, device="meta")
+            if isinstance(state_bytes(model, 1, 40), str):
+                continue
+            rows, counted = model.new_state(3, max_len=40), state_bytes(model, 3, 40)
+            assert (rows.n_bytes, rows.index_bytes) == (counted.total, counted.index_total), family.name

@@ -245,7 +245,7 @@ def test_bad_prompts_and_models_are_one_line():
         generate(made, [])
     bare = toys.model(tokenizer=False)
     assert generate(bare, [5, 6, 7], max_new_tokens=2)[0]["text"] is None
-    for call in (lambda: generate(bare, "a"), lambda: stream(bare, [1]), lambda: generate(bare, [[1]], stop="a")):
+    for call in (lambda: generate(bare, "a"), lambda: stream(bare, "a"), lambda: generate(bare, [[1]], stop="a")):
         with pytest.raises(UserError, match="tokenizer"):
             call()
     with pytest.raises(UserError, match="look ahead"):

@@ -126,7 +126,7 @@ def test_the_released_configuration_is_the_preset() -> None:
     ("change", "words"),
     [
         ({"attn_layer_offset": 2}, "attention_offset 2"),
-        ({"expert_layer_offset": -1}, "expert_offset -1"),
+        ({"expert_layer_offset": -1}, "expert_offset must be at least 0, got -1"),
         ({"num_experts_per_tok": 9}, "top_k"),
         ({"mamba_inner_layernorms": False}, "norms on dt, B and C"),
         ({"sliding_window": 16}, "sliding_window"),

@@ -9,7 +9,7 @@ from phylon.account.state import StateBytes, state_bytes
 from phylon.families import preset
 from phylon.model import ModelSpec
 from phylon.model.build import build, resolve_dtype
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_size
 
 _DEFAULT_SEQ_LEN = 2048
 
@@ -95,7 +95,7 @@ def account(
 
 def check_sizes(spec: ModelSpec, batch: int, seq_len: int) -> None:
     """Refuse a batch or length that no forward pass of this model could have."""
-    if batch < 1 or seq_len < 1:
-        raise UserError(f"batch and seq_len must be at least 1, got {batch} and {seq_len}")
+    check_size("batch", batch)
+    check_size("seq_len", seq_len)
     if spec.max_seq_len is not None and seq_len > spec.max_seq_len:
         raise UserError(f"seq_len {seq_len} is more than the {spec.max_seq_len} tokens the model takes; choose fewer")

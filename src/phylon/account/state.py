@@ -19,11 +19,11 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(model: Model, batch: int, seq_len: int) -> StateBytes | str:
-    """The bytes of a state of a model on the meta device, or the reason why it keeps none."""
+    """The bytes of a state of a model on the meta device, or the reason why it keeps none. Rows are all alike."""
     try:
-        state = model.new_state(batch, max_len=seq_len)
+        row = model.new_state(1, max_len=seq_len)
     except UserError as error:
         return str(error)
     far, further = (model.new_state(1, max_len=length).n_bytes for length in (_FAR, _FAR + 1))
     per_token = further - far
-    return StateBytes(per_token, far - per_token * _FAR, state.n_bytes, state.index_bytes)
+    return StateBytes(per_token, far - per_token * _FAR, batch * row.n_bytes, batch * row.index_bytes)

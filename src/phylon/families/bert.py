@@ -29,6 +29,7 @@ from phylon.families.encoder import (
     task_heads,
     task_of,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import MaskedLM
@@ -39,6 +40,7 @@ from phylon.model.spec import ModelSpec
 from phylon.spec.base import Init
 
 
+@sized
 def bert_spec(
     *,
     d_model: int = 256,

@@ -21,6 +21,7 @@ from phylon.families.decoder import (
     op_of,
     sequential,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -31,6 +32,7 @@ from phylon.model.spec import ModelSpec
 from phylon.spec.base import Init
 
 
+@sized
 def bloom_spec(
     *,
     d_model: int = 256,

@@ -4,6 +4,7 @@ from typing import Any, TypeVar
 
 from phylon.checkpoint import Fused, Rename, Rule, Tied, interleaved
 from phylon.families.base import Config
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.heads.lm import LMHead
@@ -32,6 +33,7 @@ ACTIVATIONS = {
 TIED_HEAD = Tie(name="heads.lm.proj.weight", source="decoder.embed.tokens.weight")
 
 
+@sized
 def llama_spec(
     *,
     d_model: int = 256,

@@ -25,6 +25,7 @@ from phylon.families.decoder import (
 )
 from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
@@ -46,6 +47,7 @@ LATENT_NORM = RMSNorm(eps=1e-6)
 """The reference's norm of the latents, whatever the configuration's eps."""
 
 
+@sized
 def deepseek_spec(
     *,
     d_model: int = 256,

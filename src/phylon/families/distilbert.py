@@ -20,6 +20,7 @@ from phylon.families.encoder import (
     task_heads,
     task_of,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import MaskedLM, Span
@@ -39,6 +40,7 @@ _TASKS: dict[str, tuple[str, ...]] = {
 }
 
 
+@sized
 def distilbert_spec(
     *,
     d_model: int = 256,

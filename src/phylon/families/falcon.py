@@ -32,6 +32,7 @@ from phylon.families.decoder import (
 )
 from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -46,6 +47,7 @@ from phylon.spec.errors import UserError
 _RESIDUALS = ("shared", "parallel", "sequential")
 
 
+@sized
 def falcon_spec(
     *,
     d_model: int = 256,

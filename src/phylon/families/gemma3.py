@@ -31,6 +31,7 @@ from phylon.families.decoder import (
 )
 from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.heads.lm import LMHead
@@ -44,6 +45,7 @@ from phylon.spec.base import Init, Op
 from phylon.spec.errors import UserError
 
 
+@sized
 def gemma3_spec(
     *,
     d_model: int = 256,

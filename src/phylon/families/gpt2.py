@@ -9,7 +9,17 @@ from typing import Any
 
 from phylon.checkpoint import Concat, Drop, Layout, Rename, Rule, Tied, Transpose
 from phylon.families.base import Config, Family, HFFormat, register_family
-from phylon.families.decoder import TIED_HEAD, activation_name, decoder_of, hf_activation, is_tied, op_of, part
+from phylon.families.decoder import (
+    TIED_HEAD,
+    activation_name,
+    decoder_of,
+    head_width,
+    hf_activation,
+    is_tied,
+    op_of,
+    part,
+)
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -22,6 +32,7 @@ from phylon.spec.base import Init
 from phylon.spec.errors import UserError
 
 
+@sized
 def gpt2_spec(
     *,
     d_model: int = 256,
@@ -41,8 +52,7 @@ def gpt2_spec(
     init: Init | None = None,
 ) -> ModelSpec:
     """A GPT-2-style decoder; ``d_ff`` defaults to 4 D. ``attention_scales`` gives one score scale a block."""
-    if d_model % n_heads:
-        raise UserError(f"d_model {d_model} is no multiple of n_heads {n_heads}")
+    head_dim = head_width(d_model, n_heads)
     scales = attention_scales or (None,) * n_layers
     if len(scales) != n_layers:
         raise UserError(f"{len(scales)} attention_scales do not fit {n_layers} blocks")
@@ -53,7 +63,7 @@ def gpt2_spec(
         attention = Attention(
             n_heads=n_heads,
             n_kv_heads=n_heads,
-            head_dim=d_model // n_heads,
+            head_dim=head_dim,
             qkv_bias=bias,
             out_bias=bias,
             scale=scale,
@@ -74,6 +84,10 @@ def gpt2_spec(
         init=init or DepthScaledInit(std=0.02),
         max_seq_len=max_seq_len,
     )
+
+
+tinygpt_spec = partial(gpt2_spec, activation="gelu", bias=False, init=NormalInit(std=0.02))
+"""The builder of GPT-2 with TinyGPT's activation, maps and initialisation."""
 
 
 def read_config(config: Config) -> ModelSpec:
@@ -184,20 +198,8 @@ register_family(
         name="tinygpt",
         title="TinyGPT, the field guide's toy",
         paper="Radford et al. 2019, in miniature",
-        builder=partial(gpt2_spec, activation="gelu", bias=False, init=NormalInit(std=0.02)),
-        presets={
-            "tinygpt": partial(
-                gpt2_spec,
-                d_model=96,
-                n_layers=3,
-                n_heads=4,
-                vocab_size=17,
-                max_seq_len=152,
-                activation="gelu",
-                bias=False,
-                init=NormalInit(std=0.02),
-            )
-        },
+        builder=tinygpt_spec,
+        presets={"tinygpt": partial(tinygpt_spec, d_model=96, n_layers=3, n_heads=4, vocab_size=17, max_seq_len=152)},
         cases=lambda: [
             gpt2_spec(d_model=24, n_layers=2, n_heads=3, vocab_size=17, max_seq_len=64, activation="gelu", bias=False)
         ],

@@ -13,6 +13,7 @@ from functools import partial
 
 from phylon.families.base import Family, register_family
 from phylon.families.decoder import causal_lm, head_width, sequential
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import DepthScaledInit
@@ -24,6 +25,7 @@ from phylon.patterns import Pattern, Strided, Window
 from phylon.spec.base import Init
 
 
+@sized
 def gpt3_spec(
     *,
     d_model: int = 256,

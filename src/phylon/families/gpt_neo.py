@@ -24,6 +24,7 @@ from phylon.families.decoder import (
     part,
     sequential,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -36,6 +37,7 @@ from phylon.spec.base import Init
 from phylon.spec.errors import UserError
 
 
+@sized
 def gpt_neo_spec(
     *,
     d_model: int = 256,

@@ -27,6 +27,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -40,6 +41,7 @@ from phylon.spec.errors import UserError
 _SHARE = 0.25
 
 
+@sized
 def gpt_neox_spec(
     *,
     d_model: int = 256,

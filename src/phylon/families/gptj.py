@@ -24,6 +24,7 @@ from phylon.families.decoder import (
     parallel,
     part,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -35,6 +36,7 @@ from phylon.model.spec import ModelSpec
 from phylon.spec.base import Init
 
 
+@sized
 def gptj_spec(
     *,
     d_model: int = 256,

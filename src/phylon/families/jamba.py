@@ -21,6 +21,7 @@ from phylon.families.decoder import (
     norm_eps,
     part,
 )
+from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
@@ -35,6 +36,7 @@ from phylon.spec.base import FeedForward, Init, Mixer
 from phylon.spec.errors import UserError
 
 
+@sized
 def jamba_spec(
     *,
     d_model: int = 256,

@@ -10,6 +10,7 @@ from typing import Any
 from phylon.checkpoint import Concat, Layout, Rename, Reshaped, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import TIED_HEAD, activation_name, decoder_of, hf_activation, is_tied, op_of, part
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import DepthScaledInit
@@ -19,6 +20,7 @@ from phylon.model.spec import Block, ModelSpec, Stack, pre_norm
 from phylon.spec.base import Init, Mixer
 
 
+@sized
 def mamba_spec(
     *,
     d_model: int = 256,

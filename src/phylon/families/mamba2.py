@@ -10,6 +10,7 @@ from phylon.checkpoint import Concat, Layout, Rename
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, op_of
 from phylon.families.mamba import mixer_rules, mixer_stack, read_shared, stack_rules, write_shared
+from phylon.families.sizes import sized
 from phylon.layers.mixers.mamba2 import Mamba2
 from phylon.layers.norms import RMSNorm
 from phylon.model.spec import ModelSpec
@@ -17,6 +18,7 @@ from phylon.spec.base import Init
 from phylon.spec.errors import UserError
 
 
+@sized
 def mamba2_spec(
     *,
     d_model: int = 256,

@@ -11,6 +11,9 @@ from phylon.model.spec import ModelSpec
 from phylon.patterns import Causal, Pattern, Window
 from phylon.spec.errors import UserError
 
+mistral_spec = partial(llama_spec, pattern=Window(size=4096))
+"""The builder of the LLaMA family with Mistral's window."""
+
 
 def read_config(config: Config) -> ModelSpec:
     window = config.size("sliding_window", None) if "sliding_window" in config else 4096
@@ -33,12 +36,14 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _cases() -> list[ModelSpec]:
-    tiny = partial(llama_spec, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, d_ff=40, max_seq_len=64)
+    tiny = partial(
+        mistral_spec, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, d_ff=40, max_seq_len=64
+    )
     return [tiny(pattern=Window(size=4)), tiny(head_dim=10, pattern=Causal(), tied=True)]
 
 
 _7b = partial(
-    llama_spec,
+    mistral_spec,
     d_model=4096,
     n_layers=32,
     n_heads=32,
@@ -46,7 +51,6 @@ _7b = partial(
     d_ff=14_336,
     vocab_size=32_000,
     max_seq_len=32_768,
-    pattern=Window(size=4096),
 )
 
 register_family(
@@ -54,7 +58,7 @@ register_family(
         name="mistral",
         title="Mistral 7B",
         paper="arXiv:2310.06825",
-        builder=partial(llama_spec, pattern=Window(size=4096)),
+        builder=mistral_spec,
         presets={"mistral-7b": _7b},
         cases=_cases,
         hf=HFFormat(model_types=("mistral",), read=read_config, write=write_config, layout=hf_layout),

@@ -7,6 +7,7 @@ from phylon.checkpoint import Layout
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, llama_spec, op_of
 from phylon.families.llama import hf_rules, read_shared, write_shared
+from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts, with_ffn
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
@@ -19,6 +20,7 @@ from phylon.spec.base import Init
 from phylon.spec.errors import UserError
 
 
+@sized
 def mixtral_spec(
     *,
     d_model: int = 256,

@@ -22,6 +22,7 @@ from phylon.families.decoder import (
     part,
     sequential,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -46,6 +47,7 @@ def mpt_slopes(n_heads: int, bias_max: float = 8.0) -> tuple[float, ...]:
     return tuple(ordered[:n_heads])
 
 
+@sized
 def mpt_spec(
     *,
     d_model: int = 256,

@@ -11,6 +11,7 @@ from phylon.checkpoint import Layout, Rename
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, layer_kinds, llama_spec, op_of, part
 from phylon.families.llama import hf_rules, read_shared, write_shared
+from phylon.families.sizes import sized
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.rotary import Rotary
@@ -21,6 +22,7 @@ from phylon.spec.errors import UserError
 from phylon.spec.override import override
 
 
+@sized
 def qwen3_spec(
     *,
     d_model: int = 256,

@@ -27,6 +27,7 @@ from phylon.families.encoder import (
     task_heads,
     task_of,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.heads.classify import MaskedLM
 from phylon.layers.norms import LayerNorm
@@ -38,6 +39,7 @@ from phylon.spec.errors import UserError
 _TASKS = {name: heads for name, heads in TASKS.items() if "nsp" not in heads}
 
 
+@sized
 def roberta_spec(
     *,
     d_model: int = 256,

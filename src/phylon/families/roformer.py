@@ -29,6 +29,7 @@ from phylon.families.encoder import (
     task_heads,
     task_of,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import MaskedLM
@@ -42,6 +43,7 @@ from phylon.spec.base import Init
 _TASKS = {name: heads for name, heads in TASKS.items() if not {"nsp", "choice"} & set(heads)} | {"Model": ()}
 
 
+@sized
 def roformer_spec(
     *,
     d_model: int = 256,

@@ -24,6 +24,7 @@ from phylon.families.decoder import (
     op_of,
     sequential,
 )
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -34,6 +35,7 @@ from phylon.model.spec import ModelSpec
 from phylon.spec.base import Init
 
 
+@sized
 def starcoder_spec(
     *,
     d_model: int = 256,

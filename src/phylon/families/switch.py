@@ -11,6 +11,7 @@ from phylon.checkpoint import Layout, Rename, Rule, Stack, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, hf_activation, norm_eps, op_of, part
 from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, lm_of, stacks_of
+from phylon.families.sizes import sized
 from phylon.families.t5 import BIAS, stack_rules, t5_spec
 from phylon.layers.ffn.dispatchers import Capacity, Dropless
 from phylon.layers.ffn.mlp import MLP
@@ -26,6 +27,7 @@ from phylon.spec.errors import UserError
 from phylon.spec.override import override
 
 
+@sized
 def switch_spec(
     *,
     d_model: int = 256,

@@ -11,6 +11,7 @@ from phylon.checkpoint import Drop, Layout, Rename, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import ACTIVATIONS, drop_of, embed_of, hf_activation, op_of, part
 from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU, MLP
 from phylon.layers.heads.lm import LMHead
@@ -27,6 +28,7 @@ from phylon.spec.errors import UserError, did_you_mean
 BIAS = "rel_bias"
 
 
+@sized
 def t5_spec(
     *,
     d_model: int = 256,

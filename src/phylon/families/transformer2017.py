@@ -13,6 +13,7 @@ from phylon.checkpoint import Drop, Layout, Rename, Reshaped, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, head_width, hf_activation, op_of, part
 from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -27,6 +28,7 @@ from phylon.spec.base import Init, Op
 from phylon.spec.errors import UserError
 
 
+@sized
 def transformer2017_spec(
     *,
     d_model: int = 256,

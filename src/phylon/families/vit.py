@@ -14,6 +14,7 @@ from phylon.checkpoint import Drop, Layout, Rename, Reshaped, Rule, TensorSource
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, head_width, hf_activation, op_of, part
 from phylon.families.encoder import TASKS, bare_layout, encoder_of, labels, n_classes_of, read_task, task_of
+from phylon.families.sizes import sized
 from phylon.layers.embeddings.patches import PatchEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import Classify, Pooled
@@ -31,6 +32,7 @@ _VIT = {"Model": TASKS["Model"], "ForImageClassification": ("class",)}
 _DEIT = {**_VIT, "ForImageClassificationWithTeacher": ("distilled",)}
 
 
+@sized
 def vit_spec(
     *,
     d_model: int = 192,
@@ -89,6 +91,10 @@ def vit_spec(
         init=init or NormalInit(std=0.02),
         max_seq_len=n_extra + grid[0] * grid[1],
     )
+
+
+deit_spec = partial(vit_spec, n_extra=2, heads=("distilled",))
+"""The builder of ViT with DeiT's second learned token and its head."""
 
 
 def _read(config: Config, prefix: str, tasks: dict[str, tuple[str, ...]], n_extra: int) -> ModelSpec:
@@ -296,7 +302,7 @@ register_family(
         name="deit",
         title="DeiT",
         paper="arXiv:2012.12877",
-        builder=partial(vit_spec, n_extra=2, heads=("distilled",)),
+        builder=deit_spec,
         presets={
             "deit-ti16": partial(_deit, d_model=192, n_heads=3),
             "deit-s16": partial(_deit, d_model=384, n_heads=6),

@@ -11,6 +11,7 @@ from phylon.generate.decode import evaluating, next_scores, prefill
 from phylon.generate.request import Options, Prompt, Request, make_requests
 from phylon.model import Model
 from phylon.spec import UserError
+from phylon.spec.errors import check_number, check_size
 
 
 class Hypothesis(TypedDict):
@@ -49,12 +50,11 @@ def beam_search(
     the length counts new tokens only, the end token included; a ``length_penalty`` of 0 compares totals. A prompt stops
     when no open beam can come to a better score any more. ``n_beams=1`` is greedy.
     """
-    if n_beams < 1:
-        raise UserError(f"n_beams must be at least 1, got {n_beams}")
+    check_size("n_beams", n_beams)
+    check_size("prefill_chunk", prefill_chunk)
+    check_number("length_penalty", length_penalty)
     if not 0 <= length_penalty < float("inf"):
         raise UserError(f"length_penalty must be at least 0, got {length_penalty}")
-    if prefill_chunk < 1:
-        raise UserError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
     requests = make_requests(model, prompts, Options(max_new_tokens=max_new_tokens, eos_ids=eos_ids))
     return [_search(model, request, n_beams, length_penalty, prefill_chunk) for request in requests]
 

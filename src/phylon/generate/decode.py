@@ -7,12 +7,13 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from phylon.generate.request import Options, Prompt, Request, make_requests, needed_tokenizer
+from phylon.generate.request import Options, Prompt, Request, make_requests
 from phylon.generate.sampling import Settings, draw_key, sample
 from phylon.generate.text import RowText
 from phylon.layers.state import State
 from phylon.model import Model
 from phylon.spec import UserError
+from phylon.spec.errors import check_size
 
 
 class Generation(TypedDict):
@@ -55,7 +56,9 @@ class Row:
             self.logprobs.append(logprob)
         if token in request.eos_ids or token in request.stop_ids:
             self.finish_reason = "eos" if token in request.eos_ids else "stop"
-        elif self._text is not None:
+        elif self._text is None:
+            self.pieces.append("")
+        else:
             self._show(self._text.push(token))
             if self._text.stopped:
                 self.finish_reason = "stop"
@@ -96,8 +99,7 @@ class Batch:
         prefill_chunk: int = 512,
         first_number: Sequence[int] | None = None,
     ) -> None:
-        if prefill_chunk < 1:
-            raise UserError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        check_size("prefill_chunk", prefill_chunk)
         assert known == 0 or (state is not None and len(requests) == 1 and known < len(requests[0].prompt))
         self.model = model
         numbers = first_number or range(len(requests))
@@ -268,8 +270,7 @@ def generate(
     At most ``batch_size`` rows run together, ``prefill_chunk`` prompt tokens at a time. Text ends at the model's
     ``max_seq_len`` with the reason "length"; a longer prompt is a ``UserError``.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+    check_size("batch_size", batch_size)
     options = Options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -345,9 +346,9 @@ def stream(
     """``generate`` for one prompt, piece by piece; the options are the same, and so is the text.
 
     Characters that are not whole yet are held back, and so is what may still become a stop string. What is wrong with
-    the arguments is said at once, not at the first piece.
+    the arguments is said at once, not at the first piece. A model without a tokenizer takes token ids; every token is
+    then an empty piece, and ``generation["tokens"]`` holds them.
     """
-    needed_tokenizer(model)
     options = Options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phylon.model import Model
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_size
 
 Pooling = Literal["mean", "first", "last"]
 FAIR = 512
@@ -42,8 +42,7 @@ def encode(
         raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
     if model.encoder is not None and model.decoder is not None:
         raise UserError("an encoder-decoder has no vector of a text alone; encode with an encoder or a decoder")
-    if batch_tokens < 1:
-        raise UserError(f"batch_tokens must be at least 1, got {batch_tokens}")
+    check_size("batch_tokens", batch_tokens)
     rows = [_shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
     _check_lengths(rows, model.spec.max_seq_len)
     vectors = torch.empty(len(rows), model.spec.last_stack.d_model)

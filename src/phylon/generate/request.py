@@ -1,16 +1,19 @@
 """What each row is asked to do: prompts, limits and stops from the user's arguments, checked before anything runs."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, TypeVar
 
 from phylon.generate.sampling import Sampling
 from phylon.model import Model
 from phylon.spec import UserError
+from phylon.spec.errors import check_size
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
+_KINDS: dict[type, str] = {str: "texts", int: "whole numbers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,15 @@ class Options:
     seed: int | Sequence[int] = 0
     logprobs: bool = True
 
+    def __post_init__(self) -> None:
+        check_size("max_new_tokens", self.max_new_tokens)
+        if not isinstance(self.logprobs, bool):
+            raise UserError(f"logprobs must be true or false, got {self.logprobs!r}")
+        if self.eos_ids is not None:
+            _all_of("eos_ids", self.eos_ids, int)
+        if not isinstance(self.seed, int):
+            _all_of("seed", self.seed, int)
+
     def sampling(self, model: Model, seed: int) -> Sampling:
         """These options over the model's defaults."""
         chosen = {}
@@ -63,8 +75,6 @@ def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Option
     With one seed for all, equal prompts draw from different streams; distinct prompts draw what they would draw alone.
     """
     check_generates(model)
-    if options.max_new_tokens < 1:
-        raise UserError(f"max_new_tokens must be at least 1, got {options.max_new_tokens}")
     sources, rows = _texts(model, listed(prompts))
     stops = _per_row("stop", options.stop, str, len(rows))
     if any(stops) and model.tokenizer is None:
@@ -123,7 +133,7 @@ def _texts(model: Model, prompts: list[Prompt]) -> tuple[list[tuple[int, ...]], 
 
 def source_ids(model: Model, prompt: Prompt) -> tuple[int, ...]:
     """The ids an encoder reads, with all that the tokenizer adds."""
-    ids = needed_tokenizer(model).encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    ids = needed_tokenizer(model).encode(prompt) if isinstance(prompt, str) else listed_ids(prompt)
     if not ids:
         raise UserError("the source is empty; give at least one token")
     check_ids(model, ids)
@@ -134,6 +144,8 @@ def listed(prompts: str | Sequence[Prompt]) -> list[Prompt]:
     """The prompts as a list; a text, or a flat list of ids, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise UserError(f"prompts must be texts or lists of token ids, got {prompts!r}")
     prompts = list(prompts)
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
@@ -142,12 +154,20 @@ def listed(prompts: str | Sequence[Prompt]) -> list[Prompt]:
     return prompts
 
 
+def listed_ids(prompt: Sequence[int]) -> list[int]:
+    """The ids of a prompt that is no text."""
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise UserError(f"a prompt must be a text or a list of token ids, got {_shown(prompt)}") from None
+
+
 def prompt_ids(model: Model, prompt: Prompt) -> tuple[int, ...]:
     """The ids of a prompt; an empty one becomes the model's BOS."""
     if isinstance(prompt, str):
         ids = encoded(model, prompt)
     else:
-        ids = [int(token) for token in prompt]
+        ids = listed_ids(prompt)
     if not ids:
         bos = first_id(model)
         if bos is None:
@@ -208,11 +228,31 @@ def _per_row(name: str, given: Any, kind: type[T], n_rows: int) -> list[tuple[T,
         return [()] * n_rows
     if isinstance(given, kind):
         return [(given,)] * n_rows
-    given = list(given)
+    given = _listed(name, given, kind)
     if all(isinstance(item, kind) for item in given):
         return [tuple(given)] * n_rows
     if any(isinstance(item, kind) for item in given):
         raise UserError(f"{name} mixes single values and lists; give a list for all rows, or a list of lists")
     if len(given) != n_rows:
         raise UserError(f"{name} has lists for {len(given)} rows and there are {n_rows} prompts")
-    return [tuple(item or ()) for item in given]
+    return [() if item is None else _all_of(name, item, kind) for item in given]
+
+
+def _all_of(name: str, given: Any, kind: type[T]) -> tuple[T, ...]:
+    """The values of a list, each of one kind."""
+    values = tuple(_listed(name, given, kind))
+    wrong = [value for value in values if not isinstance(value, kind)]
+    if wrong:
+        raise UserError(f"{name} takes {_KINDS[kind]}, got {_shown(wrong[0])}")
+    return values
+
+
+def _listed(name: str, given: Any, kind: type) -> list[Any]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UserError(f"{name} takes {_KINDS[kind]}, got {_shown(given)}")
+    return list(given)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 and text.isprintable() else type(value).__name__

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from phylon.spec import Spec, UserError
+from phylon.spec.errors import check_number, check_size
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -37,10 +38,16 @@ class Sampling(Spec, frozen=True, kw_only=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if name == "temperature" or getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+        check_size("seed", self.seed, None)
         if not 0 <= self.temperature < math.inf:
-            raise UserError(f"temperature must be at least 0 (0 is greedy), got {self.temperature}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"top_k must be at least 1, got {self.top_k}; leave it out to keep every token")
+            raise UserError(f"temperature must be at least 0 and finite (0 is greedy), got {self.temperature}")
+        if self.top_k is not None:
+            check_size("top_k", self.top_k, None)
+            if self.top_k < 1:
+                raise UserError(f"top_k must be at least 1, got {self.top_k}; leave it out to keep every token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:

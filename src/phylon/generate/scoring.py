@@ -16,10 +16,12 @@ from phylon.generate.request import (
     encoded,
     first_id,
     listed,
+    listed_ids,
     needed_tokenizer,
 )
 from phylon.model import Model
 from phylon.spec import UserError
+from phylon.spec.errors import check_size
 
 _CHUNK = 512
 
@@ -45,7 +47,7 @@ def score(model: Model, texts: str | Sequence[Prompt], *, batch_size: int = 8) -
     """The probability of every text (or list of ids), in order. The first token is not predicted by anything."""
     check_continues(model)
     prompts = listed(texts)
-    rows = [encoded(model, p) if isinstance(p, str) else [int(token) for token in p] for p in prompts]
+    rows = [encoded(model, p) if isinstance(p, str) else listed_ids(p) for p in prompts]
     for i, ids in enumerate(rows):
         if len(ids) < 2:
             raise UserError(f"text {i} has {len(ids)} tokens; at least two are needed, for the first is not predicted")
@@ -104,8 +106,7 @@ def _scored(text: str | None, ids: list[int], logprobs: list[float], start: int)
 
 def _logprobs(model: Model, rows: Sequence[Sequence[int]], batch_size: int) -> list[list[float]]:
     """The log-probability of every token but the first, row by row."""
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1, got {batch_size}")
+    check_size("batch_size", batch_size)
     limit = model.spec.max_seq_len
     for i, ids in enumerate(rows):
         check_ids(model, ids)

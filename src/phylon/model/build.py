@@ -28,17 +28,19 @@ def resolve_dtype(dtype: str | torch.dtype | None, default: torch.dtype = torch.
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" is CUDA, then MPS, then the CPU."""
-    if isinstance(device, torch.device):
-        return device
-    if device != "auto":
-        try:
-            return torch.device(device)
-        except RuntimeError:
-            raise UserError(f"unknown device '{device}' (for example auto, cpu, cuda, cuda:1, mps)") from None
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    """A device that is there, or a ``UserError``; "auto" is CUDA, then MPS, then the CPU."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if device == "auto":
+        return torch.device("cuda" if cuda else "mps" if mps else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UserError(f"unknown device '{device}' (for example auto, cpu, cuda, cuda:1, mps)") from None
+    count = {"cpu": 1, "meta": 1, "cuda": torch.cuda.device_count() if cuda else 0, "mps": int(mps)}
+    if (chosen.index or 0) >= count.get(chosen.type, 0):
+        here = ["cpu", *(f"cuda:{i}" for i in range(count["cuda"])), *(["mps"] if mps else [])]
+        raise UserError(f"device '{device}' is not available: torch {torch.__version__} finds {', '.join(here)} here")
+    return chosen
 
 
 def build_meta(spec: ModelSpec) -> Model:

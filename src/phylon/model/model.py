@@ -124,6 +124,9 @@ class Model(Part):
         encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
         equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits``: all scores, those of each
         row's last real token (B, 1, V), or none.
+
+        Only a table of positions limits T here. Without one, T may pass ``spec.max_seq_len``, which is what the model
+        was made for: ``generate`` and the command line refuse it.
         """
         if logits not in ("all", "last", "none"):
             raise UserError(f"logits must be 'all', 'last' or 'none', got {logits!r}")

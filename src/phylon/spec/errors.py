@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
 
 
 class UserError(ValueError):
@@ -15,6 +16,20 @@ def check_rate(name: str, rate: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
     if not 0 <= rate < 1:
         raise UserError(f"{name} must be at least 0 and below 1, got {rate}")
+
+
+def check_size(name: str, value: object, least: int | None = 1) -> None:
+    """Refuse what is no whole number, or below ``least`` (``None``: any)."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise UserError(f"{name} must be a whole number, got {value!r}")
+    if least is not None and value < least:
+        raise UserError(f"{name} must be at least {least}, got {value}")
+
+
+def check_number(name: str, value: object) -> None:
+    """Refuse what is no number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise UserError(f"{name} must be a number, got {value!r}")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
