@@ -177,8 +177,8 @@ class Trainer:
         sums, counts = [], []
         for part in _parts(batch, self.recipe.run.accumulate):
             with self._autocast():
-                loss = self.recipe.objective.loss(self.model, self._on_device(part))
-            loss.sum.backward()
+                loss, extra = self.recipe.objective.training_loss(self.model, self._on_device(part), batch)
+            (loss.sum if extra is None else loss.sum + extra).backward()
             self.optimizer.collect()
             sums.append(loss.sum.detach())
             counts.append(loss.count)
@@ -191,6 +191,7 @@ class Trainer:
         else:
             clipped = 1.0 if optim.clip is None or norm.value <= optim.clip else optim.clip / norm.value
             self.optimizer.step(lr, clipped / count)
+            self.recipe.objective.after_step(self.model)
             state.skipped_in_row = 0
         tokens = int((batch["segments"] != 0).sum())
         state.tokens += tokens
