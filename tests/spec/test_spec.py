@@ -284,3 +284,14 @@ def test_nonsense_is_refused(make: object, message: str) -> None:
 
 def test_every_mechanism_of_a_spec_is_found() -> None:
     assert {m.__struct_config__.tag for m in mechanisms(llama_like())} >= {"attention", "rotary", "causal", "glu"}
+
+
+def test_a_kind_below_a_wildcard_replaces_every_mechanism() -> None:
+    path = "decoder.blocks.*.sublayers.*.branches.*.norm_in"
+    new = override(llama_like(), {f"{path}.eps": 0.5, f"{path}.kind": "layer_norm"})
+    assert new.decoder is not None
+    branches = [b for block in new.decoder.blocks for sub in block.sublayers for b in sub.branches]  # type: ignore[attr-defined]
+    assert branches
+    assert {branch.norm_in for branch in branches} == {LayerNorm(eps=0.5)}
+    with pytest.raises(UserError, match="unknown Norm 'causal'"):
+        override(llama_like(), {f"{path}.kind": "causal"})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phylon.spec import UserError
+from phylon.spec import UserError, override
 from phylon.train import (
     BPE,
     WSD,
@@ -17,6 +17,8 @@ from phylon.train import (
     Loaded,
     Recipe,
     RunRecipe,
+    Unigram,
+    WordPiece,
     builtin_recipes,
     load_recipe,
     recipe_from_toml,
@@ -47,7 +49,9 @@ recipes = st.builds(
     data=st.builds(
         DataRecipe,
         source=st.sampled_from(["python", "a.txt", InlineTexts(texts=("ab", "c"), repeat=3)]),
-        tokenizer=st.sampled_from([BPE(vocab_size=300), Characters(), Loaded(path="x")]),
+        tokenizer=st.sampled_from(
+            [BPE(vocab_size=300), Characters(), Loaded(path="x"), Unigram(), WordPiece(lowercase=False)]
+        ),
         held_out=st.floats(0, 0.5),
         max_bytes=st.none() | st.integers(1, 9),
     ),
@@ -156,3 +160,53 @@ def test_numbers_that_are_not_finite_are_refused(path, number):
     assert path.rpartition(".")[2] in str(caught.value)
     with pytest.raises(UserError, match=r"model\.d_model"):
         load_recipe("demo", {"model.d_model": float("nan")})
+
+
+def test_a_kind_that_is_set_replaces_the_mechanism_and_keeps_what_was_said():
+    changed = load_recipe("demo", {"schedule.kind": "wsd", "schedule.decay": 0.3})
+    assert changed.schedule == WSD(warmup=40, min_ratio=0.02, decay=0.3)
+    assert load_recipe("demo", {"schedule.kind": "linear"}).schedule == Linear(warmup=40, min_ratio=0.02)
+    assert load_recipe("tinygpt", {"schedule.kind": "linear"}).schedule == Linear()
+    assert load_recipe("demo", {"optim.kind": "adamw"}) == load_recipe("demo")
+    assert load_recipe("demo", {"data.tokenizer.kind": "char"}).data.tokenizer == Characters()
+    assert load_recipe("demo", {"data.tokenizer.vocab_size": 999, "data.tokenizer.kind": "unigram"}).data.tokenizer == (
+        Unigram(vocab_size=999)
+    )
+
+
+def test_what_the_new_kind_does_not_take_goes_back_to_its_default():
+    linear = load_recipe("demo", {"schedule": {"kind": "linear", "warmup": 7, "min_ratio": 1.0}})
+    zero = load_recipe("demo", {"schedule": {"kind": "warmup_cosine", "warmup": 7, "min_ratio": 0.0}})
+    assert override(linear, {"schedule.kind": "wsd"}).schedule == WSD(warmup=7, min_ratio=1.0)
+    assert override(zero, {"schedule.kind": "wsd"}).schedule == WSD(warmup=7)
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "words"),
+    [
+        ("schedule.kind", "warmup_cosin", "did you mean 'warmup_cosine'"),
+        ("schedule.kind", 3, "a kind is a name"),
+        ("schedule.kind", "adamw", "unknown Schedule 'adamw'"),
+        ("data.tokenizer.kind", "load", 'data.tokenizer={ kind = "load", path = … }'),
+        ("run.kind", "wsd", "unknown field 'kind'"),
+    ],
+)
+def test_a_kind_that_does_not_fit_is_named(path, kind, words):
+    with pytest.raises(UserError) as caught:
+        load_recipe("demo", {path: kind})
+    assert words in str(caught.value)
+    assert path in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece"])
+def test_every_trained_vocabulary_can_be_had_from_a_recipe(tmp_path, kind):
+    text = ["the cat sat on the mat. ", "a dog ran in the fog. "] * 20
+    recipe = load_recipe("demo", {"data.tokenizer": {"kind": kind, "vocab_size": 60}})
+    tokenizer = recipe.data.tokenizer.make(lambda: iter(text))
+    assert 20 < tokenizer.vocab_size <= 60
+    assert "cat" in tokenizer.decode(tokenizer.encode("the cat"))
+    assert recipe_from_toml(recipe_to_toml(recipe)) == recipe
+    with pytest.raises(UserError, match="vocab_size"):
+        load_recipe("demo", {"data.tokenizer": {"kind": kind, "vocab_size": 0}})
+    with pytest.raises(UserError):
+        recipe.data.tokenizer.replace(vocab_size=2).make(lambda: iter(text))

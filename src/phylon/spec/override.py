@@ -4,10 +4,14 @@ import re
 import tomllib
 import typing
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from phylon.spec.base import Spec
+import msgspec
+
+from phylon.spec.base import Mechanism, Spec
 from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.registry import find, slot_of
 from phylon.spec.serial import from_data
 
 S = TypeVar("S", bound=Spec)
@@ -44,6 +48,8 @@ def override(spec: S, changes: Mapping[str, Any]) -> S:
 
 def _set(node: Any, parts: list[str], value: Any, path: str) -> Any:
     head, rest = parts[0], parts[1:]
+    if isinstance(node, Mechanism) and parts == ["kind"]:
+        return _of_kind(node, value, path)
     if isinstance(node, Spec):
         return _set_field(node, head, rest, value, path)
     if isinstance(node, tuple):
@@ -83,6 +89,48 @@ def _set_field(node: Spec, head: str, rest: list[str], value: Any, path: str) ->
         return node.replace(**{head: new})
     except (ValueError, TypeError) as error:
         raise UserError(f"'{path}': {error}") from None
+
+
+def _of_kind(node: Mechanism, kind: Any, path: str) -> Any:
+    """The mechanism ``kind`` in the place of ``node``: its defaults, and what ``node`` says beside its own defaults.
+
+    A field of the same name goes over where the new kind takes it.
+    """
+    if not isinstance(kind, str):
+        raise UserError(f"'{path}': a kind is a name, got {kind!r}")
+    try:
+        wanted = find(slot_of(type(node)), kind)
+    except UserError as error:
+        raise UserError(f"'{path}': {error}") from None
+    if isinstance(node, wanted):
+        return node
+    said = {
+        field.name: getattr(node, field.name)
+        for field in msgspec.structs.fields(node)
+        if field.name in wanted.__struct_fields__ and getattr(node, field.name) != _default(field)
+    }
+    needed = {field.name for field in msgspec.structs.fields(wanted) if field.required}
+    data: dict[str, Any] = {"kind": kind, **{name: said.pop(name) for name in sorted(needed & said.keys())}}
+    if lacking := sorted(needed - data.keys()):
+        table = f'{{ kind = "{kind}", {", ".join(f"{name} = …" for name in lacking)} }}'
+        raise UserError(f"'{path}': {kind} needs {', '.join(lacking)}; set it whole: {path.rpartition('.')[0]}={table}")
+    new = _made(wanted, data, path)
+    for name, value in said.items():
+        with suppress(UserError):  # says something else there
+            new = _made(wanted, data | {name: value}, path)
+            data[name] = value
+    return new
+
+
+def _made(wanted: type[Mechanism], data: dict[str, Any], path: str) -> Any:
+    try:
+        return from_data(wanted, data)
+    except UserError as error:
+        raise UserError(f"'{path}': {error}") from None
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
 
 
 def _convert(node: Spec, name: str, value: Any, path: str) -> Any:

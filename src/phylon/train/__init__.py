@@ -22,7 +22,7 @@ from phylon.train.run import TrainResult, train
 from phylon.train.schedule import WSD, Constant, InverseSqrt, Linear, WarmupCosine
 from phylon.train.signals import Interrupted
 from phylon.train.trainer import Trainer
-from phylon.train.vocabulary import BPE, Characters, Loaded
+from phylon.train.vocabulary import BPE, Characters, Loaded, Unigram, WordPiece
 
 __all__ = [
     "BPE",
@@ -44,7 +44,9 @@ __all__ = [
     "RunState",
     "TrainResult",
     "Trainer",
+    "Unigram",
     "WarmupCosine",
+    "WordPiece",
     "builtin_recipes",
     "latest_checkpoint",
     "load_recipe",

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from phylon.spec.base import Mechanism, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
-from phylon.text import Tokenizer, char_tokenizer, load_tokenizer, train_bpe
+from phylon.text import Tokenizer, char_tokenizer, load_tokenizer, train_bpe, train_unigram
 
 Texts = Callable[[], Iterator[str]]
 
@@ -31,6 +31,36 @@ class BPE(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="bpe"):
         return train_bpe(texts(), self.vocab_size)
 
 
+class Unigram(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="unigram"):
+    """A unigram language model trained on the training texts. Kudo (arXiv:1804.10959), section 3.2."""
+
+    vocab_size: int = 4096
+
+    def __post_init__(self) -> None:
+        _check_size(self.vocab_size)
+
+    def make(self, texts: Texts) -> Tokenizer:
+        return train_unigram(texts(), self.vocab_size)
+
+
+class WordPiece(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="wordpiece"):
+    """BERT's WordPiece trained on the training texts. Schuster and Nakajima (2012); BERT (arXiv:1810.04805), section 3.
+
+    ``lowercase`` also strips accents, as BERT's uncased vocabulary does.
+    """
+
+    vocab_size: int = 4096
+    lowercase: bool = True
+
+    def __post_init__(self) -> None:
+        _check_size(self.vocab_size)
+
+    def make(self, texts: Texts) -> Tokenizer:
+        from phylon.text import train_wordpiece
+
+        return train_wordpiece(texts(), self.vocab_size, lowercase=self.lowercase)
+
+
 class Characters(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="char"):
     """The distinct characters of the training texts."""
 
@@ -47,6 +77,13 @@ class Loaded(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="load"):
         return load_tokenizer(self.path)
 
 
+def _check_size(vocab_size: int) -> None:
+    if vocab_size < 1:
+        raise UserError(f"vocab_size must be at least 1, got {vocab_size}")
+
+
 register(BPE, paper="arXiv:1508.07909 §3.2", cases=lambda: [BPE()])
+register(Unigram, paper="arXiv:1804.10959 §3.2", cases=lambda: [Unigram()])
+register(WordPiece, paper="arXiv:1810.04805 §3", cases=lambda: [WordPiece(), WordPiece(lowercase=False)])
 register(Characters, paper="none", cases=lambda: [Characters()])
 register(Loaded, paper="none", cases=lambda: [Loaded(path="tokenizer.json")])
