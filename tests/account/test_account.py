@@ -188,6 +188,8 @@ def test_experts_that_a_token_skips_are_not_active(monkeypatch: pytest.MonkeyPat
         ({"spec_or_preset": "gpt2", "seq_len": 2000}, "1024"),
         ({"spec_or_preset": "gpt2", "seq_len": 0}, "at least 1"),
         ({"spec_or_preset": "gpt2", "batch": 0}, "at least 1"),
+        ({"spec_or_preset": "t5-small", "seq_len": 10**30}, "more than a tensor can have"),
+        ({"spec_or_preset": "t5-small", "seq_len": 2**62}, "more than a tensor can have"),
         ({"spec_or_preset": "gpt2", "batch": 2.5}, "batch must be a whole number, got 2.5"),
         ({"spec_or_preset": "gpt2", "dtype": "fp8"}, "unknown dtype"),
     ],

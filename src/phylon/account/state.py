@@ -19,11 +19,19 @@ class StateBytes(NamedTuple):
 
 
 def state_bytes(model: Model, batch: int, seq_len: int) -> StateBytes | str:
-    """The bytes of a state of a model on the meta device, or the reason why it keeps none. Rows are all alike."""
+    """The bytes of a state of a model on the meta device, or the reason why it keeps none. Rows are all alike.
+
+    Raises:
+        UserError: a ``seq_len`` that no tensor can have.
+    """
     try:
         row = model.new_state(1, max_len=seq_len)
     except UserError as error:
         return str(error)
+    except (RuntimeError, TypeError) as error:
+        if "verflow" not in str(error):
+            raise
+        raise UserError(f"seq_len {seq_len} is more than a tensor can have; choose fewer") from None
     far, further = (model.new_state(1, max_len=length).n_bytes for length in (_FAR, _FAR + 1))
     per_token = further - far
     return StateBytes(per_token, far - per_token * _FAR, batch * row.n_bytes, batch * row.index_bytes)

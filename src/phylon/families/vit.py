@@ -26,7 +26,7 @@ from phylon.layers.norms import LayerNorm
 from phylon.model.spec import Block, ModelSpec, Stack, pre_norm
 from phylon.patterns import Full
 from phylon.spec.base import Head, Init, Pool
-from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.errors import UserError, check_size, did_you_mean
 
 _VIT = {"Model": TASKS["Model"], "ForImageClassification": ("class",)}
 _DEIT = {**_VIT, "ForImageClassificationWithTeacher": ("distilled",)}
@@ -55,6 +55,8 @@ def vit_spec(
 ) -> ModelSpec:
     """A vision transformer; ``d_ff`` is 4 D. ``heads``: class, pooled, distilled, or none; ``pool``: first or mean."""
     height, width = image_size
+    for side in image_size:
+        check_size("a side of image_size", side)
     if height % patch_size or width % patch_size:
         raise UserError(f"images of {height} x {width} do not cut into patches of {patch_size} x {patch_size}")
     pools: dict[str, Pool] = {"first": First(), "mean": Mean()}
