@@ -1,6 +1,8 @@
 """A user's mistakes: one line that names the thing and the fix, exit code 2, no traceback, nothing half-written."""
 
+import contextlib
 import errno
+import os
 import shutil
 import signal
 import subprocess
@@ -207,6 +209,25 @@ def test_a_prompt_that_cannot_be_said_is_refused_before_training(
         assert found.code == 2
         assert found.err.splitlines()[-1].startswith("phylon: ")
         assert not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_that_somebody_swallows_ends_the_run_all_the_same(
+    run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sys.modules["phylon.train.prepare"]._tokenizer
+
+    def swallowing(*args: object) -> object:
+        with contextlib.suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(sys.modules["phylon.train.prepare"], "_tokenizer", swallowing)
+    found = run("train", "tinygpt", "--out", tmp_path / "run", "--device", "cpu")
+    assert found.code == 130
+    assert found.err.endswith("phylon: interrupted\n")
+    assert "tokenising" not in found.err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert run("list", "families").code == 0, "and is forgotten by the next command"
 
 
 def test_a_reader_who_leaves_is_no_error(tmp_path: Path) -> None:

@@ -65,7 +65,8 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(tmp_path, mo
         real(path, content)
 
     monkeypatch.setattr(module, "_write_synced", full)
-    with pytest.raises(UserError, match=r"No space left on device; the last good one is .*step-00000002") as caught:
+    words = r"the disk is full \(free some space\); the last good one is .*step-00000002"
+    with pytest.raises(UserError, match=words) as caught:
         trainer.run()
     assert "\n" not in str(caught.value)
     folder = tmp_path / "checkpoints"
@@ -140,3 +141,14 @@ def test_no_checkpoint_is_none(tmp_path):
     trainer_in(tmp_path).run()
     shutil.rmtree(latest_checkpoint(tmp_path / "checkpoints"))
     assert latest_checkpoint(tmp_path / "checkpoints") is None
+
+
+def test_a_full_disk_names_the_checkpoint_and_not_a_temporary_file(tmp_path, monkeypatch):
+    def full(*_args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("phylon.checkpoint.safetensors_io.finish", full)
+    with pytest.raises(UserError, match=r"step-00000001.*disk is full \(free some space\)") as caught:
+        Trainer(toy_model(), ToyLoader(), toy_recipe(steps=1), tmp_path).run()
+    assert ".writing" not in str(caught.value)
+    assert ".tmp" not in str(caught.value)

@@ -38,6 +38,8 @@ def test_the_report_is_one_self_contained_page(tmp_path):
     page = write_report(trainer.out, trainer.recipe, trainer.model, trainer.environment).read_text("utf-8")
     assert not re.search(r"<script|https?://|\ssrc=|<link|@import|url\(", page)
     assert "<b>text" not in page
+    assert re.search(r"<b>[0-9.]+ s</b><span>until the last step</span>", page)
+    assert re.search(r"<b>[0-9.]+ s</b><span>in all</span>", page)
     for word in ("my run", "&lt;b&gt;text 2", "&lt;b&gt;text 0", "5,", "torch", "[schedule]", "held out"):
         assert word in page
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):

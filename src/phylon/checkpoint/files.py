@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import torch
 
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 
 
 def quoted(name: str) -> str:
@@ -63,7 +63,7 @@ def written_beside(*paths: Path) -> Iterator[list[Path]]:
         for source, target in zip(temporary, paths, strict=True):
             os.replace(source, target)
     except OSError as error:
-        raise UserError(f"{paths[0]} cannot be written: {error.strerror or error}") from None
+        raise UserError(f"{paths[0]} cannot be written: {system_reason(error)}") from None
     finally:
         for source in temporary:
             source.unlink(missing_ok=True)

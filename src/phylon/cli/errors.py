@@ -1,11 +1,12 @@
 """From exceptions to one line on standard error and an exit code."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 
 import typer
+
+from phylon.cli.interrupts import remembered
 
 
 class Carried(Exception):
@@ -27,7 +28,8 @@ def reported(command: Callable[[], object]) -> int:
     """
     try:
         try:
-            code = command()
+            with remembered():
+                code = command()
             sys.stdout.flush()
         except Carried as carrier:
             raise carrier.error from None
@@ -77,8 +79,9 @@ def _usage(error: Exception) -> str:
 
 
 def _system(error: OSError) -> str:
-    reasons = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
-    reason = reasons.get(error.errno or 0) or (error.strerror or str(error)).lower()
+    from phylon.spec.errors import system_reason
+
+    reason = system_reason(error)
     return f"'{error.filename}': {reason}" if error.filename else reason
 
 

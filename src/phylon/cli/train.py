@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from phylon.cli.common import Device, note
+from phylon.cli.interrupts import check
 
 
 def train(
@@ -35,6 +36,7 @@ def train(
     from phylon.train import train as run
 
     samples = _sampler(prompt or [])
+    check()
     try:
         result = run(
             recipe,
@@ -55,12 +57,18 @@ def train(
 
 
 def _sampler(prompts: list[str]) -> Any:
-    """A watcher that refuses prompts the tokenizer cannot say, and gives the text that follows each."""
+    """A watcher that refuses prompts the tokenizer cannot say, gives the text that follows each, and minds Ctrl-C."""
     from phylon.generate import generate
     from phylon.spec.errors import UserError
     from phylon.train import Callback
 
     class Samples(Callback):
+        def said(self, message: str) -> None:
+            check()
+
+        def started(self, run: Any) -> None:
+            check()
+
         def vocabulary(self, tokenizer: Any) -> None:
             for prompt in prompts:
                 if not tokenizer.encode(prompt):

@@ -1,6 +1,5 @@
 """Saving: a whole folder or file is written beside its place and renamed into it."""
 
-import errno
 import itertools
 import json
 import os
@@ -18,7 +17,7 @@ from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
 from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
 
@@ -183,8 +182,6 @@ def _reported(target: Path, beside: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "the disk is full" if full else (error.strerror or str(error)).lower()
-        raise UserError(f"cannot save to '{target}': {reason}; nothing was left behind") from None
+        raise UserError(f"cannot save to '{target}': {system_reason(error)}; nothing was left behind") from None
     except UserError as error:
         raise UserError(str(error).replace(str(beside), str(target))) from None

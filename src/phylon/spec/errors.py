@@ -1,6 +1,7 @@
 """The one exception a user's mistake raises, and the near-miss hint it carries."""
 
 import difflib
+import errno
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -10,6 +11,15 @@ class UserError(ValueError):
 
     The command line prints the message alone and exits with code 2; in Python it is an ordinary ``ValueError``.
     """
+
+
+def system_reason(error: OSError) -> str:
+    """What the operating system says, in words; for a full disk with what to do about it."""
+    reasons = {
+        errno.ENOSPC: "the disk is full (free some space)",
+        errno.EDQUOT: "the disk quota is used up (free some space)",
+    }
+    return reasons.get(error.errno or 0) or (error.strerror or str(error)).lower()
 
 
 def check_rate(name: str, rate: float) -> None:

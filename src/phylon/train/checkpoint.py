@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phylon.checkpoint import open_safetensors, write_safetensors
 from phylon.model import Model
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 from phylon.train.rng import RandomState
 
 FORMAT = 1
@@ -90,6 +90,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
     target = folder / f"{PREFIX}{checkpoint.manifest.run.step:08d}"
+    beside = target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
@@ -110,7 +111,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
-        reason = error.strerror if isinstance(error, OSError) else error
+        reason = system_reason(error) if isinstance(error, OSError) else str(error).replace(str(beside), str(target))
         raise UserError(f"cannot save the checkpoint {target}: {reason}; {safe}") from None
     return target
 

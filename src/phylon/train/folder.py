@@ -7,7 +7,7 @@ it would write. So every one of these names in a marked folder is the run's, and
 import shutil
 from pathlib import Path
 
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 from phylon.train.report import write_text
 
 MARKER = ".phylon-run"
@@ -28,7 +28,7 @@ def claim(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write to '{folder}': {error.strerror}") from None
+        raise UserError(f"cannot write to '{folder}': {system_reason(error)}") from None
     write_text(folder / MARKER, "This folder holds a run of phylon; 'phylon train --fresh' removes the run's files.\n")
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 import msgspec
 
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 
 Record = dict[str, Any]
 
 
 class MetricsFile:
-    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed".
+    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed", "end".
 
     A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
-    (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far).
+    (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "end" holds the ``seconds`` in
+    all, with the evaluation, the samples and the checkpoint that follow the last step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,14 +25,14 @@ class MetricsFile:
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"cannot write '{path}': {error.strerror}") from None
+            raise UserError(f"cannot write '{path}': {system_reason(error)}") from None
 
     def write(self, record: Record) -> None:
         """Append one record; a number that is not finite becomes null."""
         try:
             self._file.write(msgspec.json.encode(record) + b"\n")
         except OSError as error:
-            raise UserError(f"cannot write '{self.path}': {error.strerror}; the run can be resumed") from None
+            raise UserError(f"cannot write '{self.path}': {system_reason(error)}; the run can be resumed") from None
 
     def sync(self) -> int:
         """Make sure that everything is on disk; its length in bytes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from phylon.model import Model
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 from phylon.train.chart import Line, line_chart, smooth
 from phylon.train.metrics import Record, read_metrics
 from phylon.train.recipe import Recipe, recipe_to_toml
@@ -26,13 +26,11 @@ def write_report(out: Path, recipe: Recipe, model: Model, environment: Mapping[s
 
 def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, environment: Mapping[str, str]) -> str:
     """The page of a run called ``name`` with the log ``records``."""
-    steps = [record for record in records if record["kind"] == "step"]
-    evals = [record for record in records if record["kind"] == "eval"]
-    samples = [record for record in records if record["kind"] == "samples"]
+    steps, evals, samples = (_of_kind(records, kind) for kind in ("step", "eval", "samples"))
     n_params = sum(p.numel() for p in model.parameters())
     body = [
         f"<header><h1>{escape(name)}</h1><p>{escape(_subtitle(recipe, n_params))}</p></header>",
-        f'<div class="tiles">{"".join(_tile(*tile) for tile in _figures(steps, evals, n_params))}</div>',
+        f'<div class="tiles">{"".join(_tile(*tile) for tile in _figures(records, n_params))}</div>',
         _section("Loss", f'<div class="card">{_loss_chart(steps, evals)}</div>' if steps else ""),
         _section("Final samples", "".join(f'<div class="card"><pre>{escape(t)}</pre></div>' for t in _final(samples))),
         _section("Samples while it learned", _earlier(samples)),
@@ -64,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
             os.unlink(name)
             raise
     except OSError as error:
-        raise UserError(f"cannot write '{path}': {error.strerror}") from None
+        raise UserError(f"cannot write '{path}': {system_reason(error)}") from None
 
 
 def _subtitle(recipe: Recipe, n_params: int) -> str:
@@ -73,14 +71,21 @@ def _subtitle(recipe: Recipe, n_params: int) -> str:
     return f"{model}, {n_params:,} parameters, trained on {source}"
 
 
-def _figures(steps: list[Record], evals: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
+def _of_kind(records: list[Record], kind: str) -> list[Record]:
+    return [record for record in records if record["kind"] == kind]
+
+
+def _figures(records: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
+    steps, evals, ends = (_of_kind(records, kind) for kind in ("step", "eval", "end"))
     yield f"{n_params:,}", "parameters"
     if steps:
         last = steps[-1]
         yield f"{last['step'] + 1:,}", "steps"
         yield f"{last['tokens']:,}", "tokens seen"
         yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", "tokens/s (median)"
-        yield _clock(last["seconds"]), "training time"
+        yield _clock(last["seconds"]), "until the last step"
+        if ends:
+            yield _clock(ends[-1]["seconds"]), "in all"
         if last["loss"] is not None:
             yield f"{last['loss']:.4g}", "loss of the last step"
     if evals:

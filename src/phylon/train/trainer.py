@@ -10,7 +10,7 @@ import torch
 
 from phylon.model import Model
 from phylon.spec import to_data
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import build
 from phylon.train.budget import FIRST_PLAN, TimeBudget
 from phylon.train.callbacks import Callback
@@ -92,7 +92,7 @@ class Trainer:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"cannot write to '{self.out}': {error.strerror}") from None
+            raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
         self.metrics = MetricsFile(self.out / "metrics.jsonl")
         seed_all(run.seed)
 
@@ -137,6 +137,7 @@ class Trainer:
                     self._step()
                     self._periodic(stop)
                 self._finish()
+                self._log({"kind": "end", "step": state.step, "seconds": self._elapsed()})
         finally:
             for callback in self.callbacks:
                 callback.ended(state)
