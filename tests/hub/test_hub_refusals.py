@@ -14,6 +14,7 @@ from phylon.families import families
 from phylon.hub import load, save
 from phylon.hub.save import save_gguf
 from phylon.spec.errors import UserError
+from phylon.spec.serial import parse_toml
 
 from .hub_data import GPT2, bits, hf_folder, logits, made, one_line
 
@@ -233,6 +234,26 @@ def test_any_value_of_any_rope_key(kind, folder):
             hf_folder(folder, rope_scaling={"rope_type": kind} | TABLES[kind] | {key: value})
             model = attempt(folder)
             assert model is None or torch.isfinite(logits(model)).all(), (kind, key, value)
+
+
+def test_a_builders_refusal_names_the_file(tmp_path):
+    folder = hf_folder(tmp_path / "a", FAMILIES["mixtral"].cases()[0], num_experts_per_tok=99)
+    assert refused(folder, "top_k").startswith(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "phylon.json"])
+def test_numbers_longer_than_python_reads(folder, name):
+    """And not only in a configuration: wherever JSON is read."""
+    (folder / name).write_text('{"version": ' + "1" * 5_000 + "}")
+    assert refused(folder, "not JSON|not valid").count("digits") >= (name != "phylon.json")
+
+
+def test_headers_with_numbers_longer_than_python_reads(folder):
+    header = b'{"a": ' + b"1" * 5_000 + b"}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(folder, "the header is not valid JSON")
+    with pytest.raises(UserError, match="not TOML"):
+        parse_toml("schema = " + "1" * 5_000)
 
 
 def test_config_files(folder, tmp_path):

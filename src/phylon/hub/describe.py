@@ -1,7 +1,8 @@
 """What lies at a path, from its configuration alone: the format, the family and the spec. No weight is read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -82,13 +83,24 @@ def _hf(path: Path) -> Description:
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
-    spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
+    where = str(path / "config.json")
+    with _named(where):
+        spec = fmt.read(Config(data, where, lambda: _stored_names(path)))
     extra = path / "generation_config.json"
     generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Refusals of a builder, which knows no file, begin with the file."""
+    try:
+        yield
+    except UserError as error:
+        raise error if where in str(error) else UserError(f"{where}: {error}") from None
 
 
 def _stored_names(path: Path) -> frozenset[str] | None:
@@ -106,7 +118,8 @@ def _gguf(path: Path) -> Description:
         raise UserError(f"'{path}' names no general.architecture")
     family, fmt = gguf_format(architecture)
     own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
-    spec = fmt.read(Config(own, str(path)), source)
+    with _named(str(path)):
+        spec = fmt.read(Config(own, str(path)), source)
     nothing = GenerationDefaults()
     return Description(
         path=path,
@@ -163,7 +176,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"'{path}' is too large to be a configuration")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # No JSON, no UTF-8, or a whole number of more digits than Python reads.
         raise UserError(f"'{path}' is not JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         raise UserError(f"'{path}' must hold a JSON object")
