@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -234,6 +235,38 @@ def test_any_value_of_any_rope_key(kind, folder):
             hf_folder(folder, rope_scaling={"rope_type": kind} | TABLES[kind] | {key: value})
             model = attempt(folder)
             assert model is None or torch.isfinite(logits(model)).all(), (kind, key, value)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "deepseek"])
+def test_more_blocks_than_tensors_are_refused_before_they_are_built(name, tmp_path, monkeypatch):
+    folder = hf_folder(tmp_path / "a", FAMILIES[name].cases()[0], num_hidden_layers=4096)
+    monkeypatch.setattr(sys.modules[load.__module__], "build_meta", lambda spec: pytest.fail("built"))
+    refused(folder, "does not hold what its configuration says: 4096 blocks")
+
+
+GENERATION = {
+    "temperature": (math.nan, -1, math.inf, "x"),
+    "top_p": (math.nan, 2),
+    "top_k": (1.5, -3),
+    "repetition_penalty": (math.nan, 0, "x"),
+    "eos_token_id": (10**30, "x", [[1]], 1.5),
+    "decoder_start_token_id": (10**30, [None]),
+}
+
+
+@pytest.mark.parametrize("key", GENERATION)
+def test_senseless_generation_defaults(folder, key):
+    """Whichever file says them; native folders keep the same defaults."""
+    for value in GENERATION[key]:
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, key: value}))
+        assert str(folder) in refused(folder, key.replace("_token_id", ""))
+    (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": -1, "temperature": 0}))
+    assert load(folder, device="cpu").generation.temperature is None
+    save(made(), folder.with_name("native"))
+    path = folder.with_name("native") / "phylon.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"generation": {"temperature": math.nan}}))
+    refused(path.parent, "temperature")
 
 
 def test_a_builders_refusal_names_the_file(tmp_path):

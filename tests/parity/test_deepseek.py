@@ -252,6 +252,8 @@ def test_released_sizes() -> None:
         ({"qk_rope_head_dim": 5}, "rotary dim 5"),
         ({"kv_lora_rank": 0}, "kv_lora_rank"),
         ({"first_k_dense_replace": "3"}, "first_k_dense_replace"),
+        ({"num_nextn_predict_layers": 5}, "num_nextn_predict_layers"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
     ],
 )
 def test_configurations_that_do_not_fit(change: dict[str, Any], words: str) -> None:

@@ -132,6 +132,7 @@ def read_config(config: Config) -> ModelSpec:
     rotary = whole_heads(read_rotary(config, rope, max_seq_len), config.where)
     n_layers = config.depth("num_hidden_layers")
     # The reference writes that there is such a layer, and does not write the layer.
+    config.expect("num_nextn_predict_layers", 0, 1, why="at most one layer predicts a further token")
     ahead = config.take("num_nextn_predict_layers", 0, int)
     ahead = ahead if config.stores(f"model.layers.{n_layers}.eh_proj.weight", True) else 0
     spec = deepseek_spec(

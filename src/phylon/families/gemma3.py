@@ -133,11 +133,16 @@ def read_config(config: Config) -> ModelSpec:
         activation=activation_name(config, "hidden_activation", "gelu_pytorch_tanh"),
         attention_bias=config.take("attention_bias", False, bool),
         attention_dropout=config.number("attention_dropout", 0.0),
-        softcap=config.take("final_logit_softcapping", None, (int, float)),
+        softcap=_read_softcap(config),
         tied=config.take("tie_word_embeddings", True, bool),
     )
     config.finish()
     return spec
+
+
+def _read_softcap(config: Config) -> float | None:
+    key = "final_logit_softcapping"
+    return None if config.take(key, None) is None else config.number(key, above=0)
 
 
 def _read_wide(config: Config, n_layers: int) -> tuple[int, ...]:

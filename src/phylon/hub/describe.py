@@ -10,7 +10,7 @@ from typing import Any, Literal
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
-from phylon.families.base import Config
+from phylon.families.base import Config, shown
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
 from phylon.spec.errors import UserError
@@ -87,7 +87,8 @@ def _hf(path: Path) -> Description:
     with _named(where):
         spec = fmt.read(Config(data, where, lambda: _stored_names(path)))
     extra = path / "generation_config.json"
-    generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+    with _named(str(path)):
+        generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
@@ -138,11 +139,15 @@ def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
 
     def ids(key: str) -> tuple[int, ...]:
         value = merged.get(key, ())
-        found = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else ()
-        return tuple(i for i in found if isinstance(i, int) and i >= 0)
+        found = value if isinstance(value, list | tuple) else (value,)
+        wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
+        if wrong:
+            raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
+        # A negative id is how some files say that there is none.
+        return tuple(i for i in found if i >= 0)
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: merged[name] for name in names if isinstance(merged.get(name), int | float)}
+    sampling = {name: merged[name] for name in names if name in merged}
     if sampling.get("top_k") == 0:
         del sampling["top_k"]
     if not merged.get("do_sample", False):
