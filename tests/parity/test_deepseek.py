@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
     },
     "one group, tied, another eps": {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    "dense in every block": {"first_k_dense_replace": 2},
     "wide latent": {"kv_lora_rank": 40, "v_head_dim": 12},
     "yarn as released": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "yarn, two temperatures": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
@@ -71,6 +72,8 @@ def build(**changes: Any) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity(name: str, tmp_path: Path) -> None:
     model = check(build(**CONFIGS[name]), tmp_path)
+    if "dense" in name:
+        return
     assert_clear(model, tokens_of())
     router = model.decoder.blocks[1].ffn.router
     assert router.selection_bias.abs().max() > 0.1
