@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from phylon.families import families
 from phylon.hub import load, save
 from phylon.hub.save import save_gguf
 from phylon.spec.errors import UserError
+from phylon.spec.serial import parse_toml
 
 from .hub_data import GPT2, bits, hf_folder, logits, made, one_line
 
@@ -233,6 +235,58 @@ def test_any_value_of_any_rope_key(kind, folder):
             hf_folder(folder, rope_scaling={"rope_type": kind} | TABLES[kind] | {key: value})
             model = attempt(folder)
             assert model is None or torch.isfinite(logits(model)).all(), (kind, key, value)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "deepseek"])
+def test_more_blocks_than_tensors_are_refused_before_they_are_built(name, tmp_path, monkeypatch):
+    folder = hf_folder(tmp_path / "a", FAMILIES[name].cases()[0], num_hidden_layers=4096)
+    monkeypatch.setattr(sys.modules[load.__module__], "build_meta", lambda spec: pytest.fail("built"))
+    refused(folder, "does not hold what its configuration says: 4096 blocks")
+
+
+GENERATION = {
+    "temperature": (math.nan, -1, math.inf, "x"),
+    "top_p": (math.nan, 2),
+    "top_k": (1.5, -3),
+    "repetition_penalty": (math.nan, 0, "x"),
+    "eos_token_id": (10**30, "x", [[1]], 1.5),
+    "decoder_start_token_id": (10**30, [None]),
+}
+
+
+@pytest.mark.parametrize("key", GENERATION)
+def test_senseless_generation_defaults(folder, key):
+    """Whichever file says them; native folders keep the same defaults."""
+    for value in GENERATION[key]:
+        (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, key: value}))
+        assert str(folder) in refused(folder, key.replace("_token_id", ""))
+    (folder / "generation_config.json").write_text(json.dumps({"pad_token_id": -1, "temperature": 0}))
+    assert load(folder, device="cpu").generation.temperature is None
+    save(made(), folder.with_name("native"))
+    path = folder.with_name("native") / "phylon.json"
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"generation": {"temperature": math.nan}}))
+    refused(path.parent, "temperature")
+
+
+def test_a_builders_refusal_names_the_file(tmp_path):
+    folder = hf_folder(tmp_path / "a", FAMILIES["mixtral"].cases()[0], num_experts_per_tok=99)
+    assert refused(folder, "top_k").startswith(str(folder / "config.json"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "phylon.json"])
+def test_numbers_longer_than_python_reads(folder, name):
+    """And not only in a configuration: wherever JSON is read."""
+    (folder / name).write_text('{"version": ' + "1" * 5_000 + "}")
+    assert refused(folder, "not JSON|not valid").count("digits") >= (name != "phylon.json")
+
+
+def test_headers_with_numbers_longer_than_python_reads(folder):
+    header = b'{"a": ' + b"1" * 5_000 + b"}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(folder, "the header is not valid JSON")
+    with pytest.raises(UserError, match="not TOML"):
+        parse_toml("schema = " + "1" * 5_000)
 
 
 def test_config_files(folder, tmp_path):

@@ -50,6 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
     },
     "one group, tied, another eps": {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
+    "dense in every block": {"first_k_dense_replace": 2},
     "wide latent": {"kv_lora_rank": 40, "v_head_dim": 12},
     "yarn as released": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     "yarn, two temperatures": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}},
@@ -71,6 +72,8 @@ def build(**changes: Any) -> Any:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parity(name: str, tmp_path: Path) -> None:
     model = check(build(**CONFIGS[name]), tmp_path)
+    if "dense" in name:
+        return
     assert_clear(model, tokens_of())
     router = model.decoder.blocks[1].ffn.router
     assert router.selection_bias.abs().max() > 0.1
@@ -252,6 +255,8 @@ def test_released_sizes() -> None:
         ({"qk_rope_head_dim": 5}, "rotary dim 5"),
         ({"kv_lora_rank": 0}, "kv_lora_rank"),
         ({"first_k_dense_replace": "3"}, "first_k_dense_replace"),
+        ({"num_nextn_predict_layers": 5}, "num_nextn_predict_layers"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers"),
     ],
 )
 def test_configurations_that_do_not_fit(change: dict[str, Any], words: str) -> None:

@@ -8,8 +8,7 @@ import torch
 import phylon
 from parity.decoders import VOCAB, check, drawn, refuses, transformers
 from phylon.families.base import Config
-from phylon.families.gemma3 import gemma3_spec, read_config
-from phylon.layers.positions.rotary import LinearScaling, Rotary
+from phylon.families.gemma3 import gemma3_spec, read_config, write_config
 from phylon.patterns import Causal, Window
 
 SCALED = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
@@ -22,6 +21,12 @@ CONFIGS = {
         },
         "final_logit_softcapping": 3.0,
         "tie_word_embeddings": False,
+    },
+    "both stretched": {
+        "rope_parameters": {
+            "full_attention": SCALED,
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 300.0},
+        },
     },
     "all local, biases": {"layer_types": ["sliding_attention"] * 2, "attention_bias": True, "intermediate_size": 41},
     "all wide": {"layer_types": ["full_attention"] * 2, "num_key_value_heads": 4, "query_pre_attn_scalar": 10},
@@ -73,14 +78,20 @@ def test_norm_weights_come_back_bit_for_bit_in_bfloat16(tmp_path: Path) -> None:
     assert torch.equal(again.model.norm.weight, reference.model.norm.weight)
 
 
-def test_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [7.5, 0.3, 168, 256, 1e-3, 3.14159265358979])
+def test_query_scales_come_back(number: float) -> None:
+    spec = gemma3_spec(d_model=24, n_layers=1, n_heads=3, head_dim=8, vocab_size=VOCAB, query_scale=number)
+    config = write_config(spec)
+    assert read_config(Config(config)).decoder == spec.decoder
+    written = config["query_pre_attn_scalar"]
+    assert written == number
+    assert isinstance(written, type(number))
+
+
+def test_refused() -> None:
     config = build().config.to_dict()
     for key, value in (("attn_logit_softcapping", 50.0), ("use_bidirectional_attention", True)):
         with refuses(key):
             read_config(Config(config | {key: value}))
     with refuses("rope_parameters"):
         read_config(Config(config | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}))
-    stretched = Rotary(theta=1e4, scaling=LinearScaling(factor=2.0))
-    spec = gemma3_spec(d_model=24, n_layers=1, n_heads=3, head_dim=8, vocab_size=VOCAB, local_rotary=stretched)
-    with refuses("without a window only"):
-        phylon.save(phylon.build(spec, device="cpu"), tmp_path / "a", format="hf")

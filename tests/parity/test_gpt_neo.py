@@ -52,6 +52,15 @@ def test_attention_types_must_cover_the_blocks() -> None:
             read_config(Config(config | {"attention_types": wrong}))
 
 
+def test_attention_layers_must_say_the_same() -> None:
+    """The reference runs ``attention_layers`` where a file has both."""
+    config = build().config.to_dict()
+    assert config["attention_layers"] == ["global", "local"]
+    for wrong in (["local", "global"], ["global"], []):
+        with refuses("'attention_layers' and 'attention_types' differ"):
+            read_config(Config(config | {"attention_layers": wrong}))
+
+
 def gpt3(**changes: object) -> phylon.Model:
     sizes = {"d_model": 24, "n_layers": 2, "n_heads": 3, "vocab_size": VOCAB, "max_seq_len": 64}
     return phylon.build(gpt3_spec(**(sizes | changes)), device="cpu").eval()

@@ -50,6 +50,14 @@ def test_order_of_slopes() -> None:
     assert mpt_slopes(1) == (2.0**-8,)
 
 
+@pytest.mark.parametrize("key", ["softmax_scale", "alibi_bias_max", "clip_qkv"])
+def test_refused_numbers(key: str) -> None:
+    config = build(n_heads=4).config.to_dict()
+    for value in (float("nan"), -1.0, 10**4000):
+        with refuses(f"'{key}'"):
+            read_config(Config(config | {"attn_config": {key: value}}))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("qk_ln", True), ("prefix_lm", True), ("alibi", False), ("attn_type", "multiquery_attention"), ("rope", True)],

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
+import phylon
 from phylon.families import family
 
 from .encoders import check, golden, ours_saved, refuses
@@ -34,6 +36,19 @@ def test_ours_to_reference(number: int, tmp_path: Path) -> None:
     cls = (hf.RoFormerForMaskedLM, hf.RoFormerForSequenceClassification)[number]
     spec = family("roformer").cases()[number]
     ours_saved(spec, cls, tmp_path, dict.fromkeys(spec.heads, LOGITS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_stored_table_must_be_the_computed_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The reference computes with the table that it reads."""
+    hf.RoFormerForMaskedLM(hf.RoFormerConfig(**SIZES)).to(dtype).save_pretrained(tmp_path)
+    phylon.load(tmp_path, device="cpu")
+    path, name = tmp_path / "model.safetensors", "roformer.encoder.embed_positions.weight"
+    tensors = load_file(path)
+    for wrong in (tensors[name] * 1.1, tensors[name].roll(1, 0), tensors[name][:-1].clone()):
+        save_file(tensors | {name: wrong}, path, metadata={"format": "pt"})
+        with pytest.raises(phylon.UserError, match=r"embed_positions\.weight' is not what the configuration gives"):
+            phylon.load(tmp_path, device="cpu")
 
 
 def test_golden_counts() -> None:

@@ -126,9 +126,11 @@ class Layout:
         numbers would change kind is checked before the first write.
 
         Raises:
-            UserError: two names of a tied parameter differ, or integers are stored where the model has reals.
+            UserError: two names of a tied parameter differ, integers are stored where the model has reals, or a stored
+                table is not the one that the configuration gives.
         """
         with torch.no_grad():
+            self._check_computed(plan, source)
             for move, names in plan.moves:
                 for name in names:
                     _check_kind(source.tensors[name], params[move.ours[0]])
@@ -190,6 +192,19 @@ class Layout:
 
     def _stripped(self, name: str, bare: bool) -> str:
         return name.removeprefix(self._prefix) if bare else name
+
+    def _check_computed(self, plan: LoadPlan, source: TensorSource) -> None:
+        for rule in self._computed:
+            regex = _regex(rule.theirs)
+            for name in (n for n, _ in plan.dropped if regex.fullmatch(n) or regex.fullmatch(self._prefix + n)):
+                stored, made = source.read(name), rule.make()
+                rounding = torch.finfo(stored.dtype).eps if stored.is_floating_point() else 0.0
+                # Large angles in single precision are off by up to 1e-4.
+                near = stored.shape == made.shape and torch.allclose(
+                    stored.float(), made.float(), rtol=0.0, atol=1e-3 + rounding
+                )
+                if not near:
+                    raise UserError(f"{quoted(name)} is not what the configuration gives, and it would be passed over")
 
     def _drop_reason(self, name: str, bare: bool) -> str | None:
         options = (name, self._prefix + name) if bare else (name,)

@@ -198,7 +198,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Computed:
-    """A foreign tensor that follows from the configuration: passed over when read, made anew when written."""
+    """A foreign tensor that follows from the configuration: checked when read, made anew when written."""
 
     theirs: str
     make: Callable[[], torch.Tensor]

@@ -132,6 +132,7 @@ def read_config(config: Config) -> ModelSpec:
     rotary = whole_heads(read_rotary(config, rope, max_seq_len), config.where)
     n_layers = config.depth("num_hidden_layers")
     # The reference writes that there is such a layer, and does not write the layer.
+    config.expect("num_nextn_predict_layers", 0, 1, why="at most one layer predicts a further token")
     ahead = config.take("num_nextn_predict_layers", 0, int)
     ahead = ahead if config.stores(f"model.layers.{n_layers}.eh_proj.weight", True) else 0
     spec = deepseek_spec(
@@ -202,7 +203,7 @@ def _main(spec: ModelSpec) -> Stack:
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     stack = _main(spec)
-    mla, sparse = op_of(stack, "attn", MLA), part(stack.blocks[-1].op("ffn"), MoE, "the last feed-forward network")
+    mla, sparse = op_of(stack, "attn", MLA), _sparse(spec, stack)
     if mla.norm != LATENT_NORM or not isinstance(mla.pattern, Causal):
         raise UserError("the latents' norm must be RMSNorm with eps 1e-6, and the pattern causal")
     expert, router = gated_experts(sparse, GroupedSigmoidRouter), sparse.router
@@ -243,6 +244,18 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "tie_word_embeddings": is_tied(spec),
         "num_nextn_predict_layers": int("mtp" in spec.heads),
     }
+
+
+def _sparse(spec: ModelSpec, stack: Stack) -> MoE:
+    """The experts, or the least that the reference constructs where no block of the model has any."""
+    last = stack.blocks[-1].op("ffn")
+    if not isinstance(last, GLU):
+        return part(last, MoE, "the last feed-forward network")
+    if "mtp" in spec.heads:
+        return part(part(spec.heads["mtp"], MTP, "the second head").block.op("ffn"), MoE, "its feed-forward network")
+    router = GroupedSigmoidRouter(top_k=1, n_groups=1, top_groups=1, scale=1.0)
+    expert = last.replace(bias=False, dropout=0.0)
+    return MoE(n_experts=2, expert=expert, router=router, shared=expert)
 
 
 def _write_rotary(mla: MLA, max_seq_len: int) -> dict[str, Any]:

@@ -133,11 +133,16 @@ def read_config(config: Config) -> ModelSpec:
         activation=activation_name(config, "hidden_activation", "gelu_pytorch_tanh"),
         attention_bias=config.take("attention_bias", False, bool),
         attention_dropout=config.number("attention_dropout", 0.0),
-        softcap=config.take("final_logit_softcapping", None, (int, float)),
+        softcap=_read_softcap(config),
         tied=config.take("tie_word_embeddings", True, bool),
     )
     config.finish()
     return spec
+
+
+def _read_softcap(config: Config) -> float | None:
+    key = "final_logit_softcapping"
+    return None if config.take(key, None) is None else config.number(key, above=0)
 
 
 def _read_wide(config: Config, n_layers: int) -> tuple[int, ...]:
@@ -188,7 +193,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "sliding_window": windows[0] if windows else 4096,
         "layer_types": ["sliding_attention" if isinstance(m.pattern, Window) else "full_attention" for m in mixers],
         **_write_rotaries(mixers, max_seq_len),
-        "query_pre_attn_scalar": round(scale**-2),
+        "query_pre_attn_scalar": _query_scale(scale),
         "rms_norm_eps": norm_eps(stack, RMSNorm),
         "hidden_activation": hf_activation(ffn.activation),
         "attention_bias": attention.qkv_bias,
@@ -204,10 +209,26 @@ def _write_rotaries(mixers: list[Attention], max_seq_len: int) -> dict[str, Any]
         turn = whole_heads(part(mixer.rotary, Rotary, "attn.rotary"), "this format")
         found.setdefault(type(mixer.pattern), turn)
     local = found.get(Window, Rotary(theta=1e4))
-    if local.scaling is not None:
-        raise UserError("Gemma 3 stretches the rotary of blocks without a window only")
     wide = write_rotary(found.get(Causal, Rotary(theta=1e6)), mixers[0].head_dim, max_seq_len)
-    return {**wide, "rope_local_base_freq": local.theta}
+    if local.scaling is None:
+        return {**wide, "rope_local_base_freq": local.theta}
+    # The older keys stretch blocks without a window only.
+    written = {"full_attention": wide, "sliding_attention": write_rotary(local, mixers[0].head_dim, max_seq_len)}
+    tables = {
+        kind: {"rope_type": "default", "rope_theta": table["rope_theta"], **table.get("rope_scaling", {})}
+        for kind, table in written.items()
+    }
+    return {"rope_parameters": tables}
+
+
+def _query_scale(scale: float) -> float:
+    """The shortest number whose ``** -0.5`` is ``scale``, a whole one where there is one.
+
+    The reference documents a real number; its pinned release checks for a whole one.
+    """
+    exact = scale**-2
+    candidates = (round(exact), *(round(exact, digits) for digits in range(1, 17)))
+    return next((short for short in candidates if short > 0 and short**-0.5 == scale), exact)
 
 
 def hf_layout(spec: ModelSpec) -> Layout:

@@ -115,13 +115,14 @@ def read_config(config: Config) -> ModelSpec:
 def _kinds(config: Config, n_layers: int) -> list[str]:
     """ "global" or "local" for every block, from ``attention_types``; ``attention_layers`` repeats it spelled out."""
     types = config.take("attention_types", [[["global", "local"], 12]], list)
-    config.ignore("attention_layers")
     try:
         kinds = [kind for group, count in types for kind in list(group) * min(int(count), n_layers + 1)]
     except (TypeError, ValueError):
         raise UserError(f"{config.where}: 'attention_types' must be like [[['global', 'local'], 12]]") from None
     if len(kinds) != n_layers or not set(kinds) <= {"global", "local"}:
         raise UserError(f"{config.where}: 'attention_types' must say 'global' or 'local' for {n_layers} blocks")
+    if config.take("attention_layers", kinds, list) != kinds:
+        raise UserError(f"{config.where}: 'attention_layers' and 'attention_types' differ: remove the wrong one")
     return kinds
 
 

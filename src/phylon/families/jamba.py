@@ -148,9 +148,11 @@ def read_config(config: Config) -> ModelSpec:
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     stack = decoder_of(spec)
     attention, a_period, a_offset = _periodic(stack, "attn", Attention)
-    moe, e_period, e_offset = _periodic(stack, "ffn", MoE)
-    mamba = next((b.op("mixer") for b in stack.blocks if "mixer" in b.ops()), None)
-    mamba = part(mamba, Mamba, "the mixer of the blocks without attention")
+    moe, e_period, e_offset = _experts(stack)
+    mixers = [b.op("mixer") for b in stack.blocks if "mixer" in b.ops()]
+    # Sizes that no block has, where attention is in every one.
+    unused = Mamba(d_state=16, d_conv=4, expand=2, dt_rank=-(-stack.d_model // 16))
+    mamba = part(mixers[0] if mixers else unused, Mamba, "the mixer of the blocks without attention")
     expert = gated_experts(moe, SoftmaxRouter)
     return {
         "architectures": ["JambaForCausalLM"],
@@ -179,6 +181,14 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "rms_norm_eps": norm_eps(stack, RMSNorm),
         "tie_word_embeddings": is_tied(spec),
     }
+
+
+def _experts(stack: Stack) -> tuple[MoE, int, int]:
+    """The mixture with its period and offset; one expert everywhere where no block has several."""
+    ffns = [block.op("ffn") for block in stack.blocks]
+    if all(isinstance(ffn, GLU) for ffn in ffns):
+        return MoE(n_experts=1, expert=part(ffns[0], GLU, "ffn"), router=SoftmaxRouter(top_k=1)), 1, 0
+    return _periodic(stack, "ffn", MoE)
 
 
 def _periodic(stack: Stack, name: str, kind: type[Any]) -> tuple[Any, int, int]:

@@ -122,11 +122,13 @@ def _read_attention(table: Config) -> dict[str, Any]:
     table.expect("qk_ln", False, why="its norm spans all heads at once, and no released MPT model uses it")
     table.expect("attn_uses_sequence_id", False, why="segments say which tokens belong together")
     table.ignore("attn_impl")  # which kernel
-    clip, scale = table.take("clip_qkv", None, (int, float)), table.take("softmax_scale", None, (int, float))
+    # 0 is no limit to the reference.
+    clip = table.number("clip_qkv", above=0) if table.take("clip_qkv", None, (int, float)) else None
+    scale = table.number("softmax_scale", above=0) if table.take("softmax_scale", None) is not None else None
     found = {
-        "alibi_bias_max": table.number("alibi_bias_max", 8),
-        "qkv_clip": float(clip) if clip else None,
-        "scale": None if scale is None else float(scale),
+        "alibi_bias_max": table.number("alibi_bias_max", 8, above=0),
+        "qkv_clip": clip,
+        "scale": scale,
         "attention_dropout": table.number("attn_pdrop", 0.0),
     }
     table.finish()

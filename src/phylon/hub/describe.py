@@ -1,7 +1,8 @@
 """What lies at a path, from its configuration alone: the format, the family and the spec. No weight is read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +10,7 @@ from typing import Any, Literal
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
-from phylon.families.base import Config
+from phylon.families.base import Config, shown
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
 from phylon.spec.errors import UserError
@@ -82,13 +83,25 @@ def _hf(path: Path) -> Description:
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
-    spec = fmt.read(Config(data, str(path / "config.json"), lambda: _stored_names(path)))
+    where = str(path / "config.json")
+    with _named(where):
+        spec = fmt.read(Config(data, where, lambda: _stored_names(path)))
     extra = path / "generation_config.json"
-    generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+    with _named(str(path)):
+        generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Refusals of a builder, which knows no file, begin with the file."""
+    try:
+        yield
+    except UserError as error:
+        raise error if where in str(error) else UserError(f"{where}: {error}") from None
 
 
 def _stored_names(path: Path) -> frozenset[str] | None:
@@ -106,7 +119,8 @@ def _gguf(path: Path) -> Description:
         raise UserError(f"'{path}' names no general.architecture")
     family, fmt = gguf_format(architecture)
     own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
-    spec = fmt.read(Config(own, str(path)), source)
+    with _named(str(path)):
+        spec = fmt.read(Config(own, str(path)), source)
     nothing = GenerationDefaults()
     return Description(
         path=path,
@@ -125,11 +139,15 @@ def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
 
     def ids(key: str) -> tuple[int, ...]:
         value = merged.get(key, ())
-        found = (value,) if isinstance(value, int) else tuple(value) if isinstance(value, list) else ()
-        return tuple(i for i in found if isinstance(i, int) and i >= 0)
+        found = value if isinstance(value, list | tuple) else (value,)
+        wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
+        if wrong:
+            raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
+        # A negative id is how some files say that there is none.
+        return tuple(i for i in found if i >= 0)
 
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: merged[name] for name in names if isinstance(merged.get(name), int | float)}
+    sampling = {name: merged[name] for name in names if name in merged}
     if sampling.get("top_k") == 0:
         del sampling["top_k"]
     if not merged.get("do_sample", False):
@@ -163,7 +181,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"'{path}' is too large to be a configuration")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        # No JSON, no UTF-8, or a whole number of more digits than Python reads.
         raise UserError(f"'{path}' is not JSON: {str(error).splitlines()[0]}") from None
     if not isinstance(data, dict):
         raise UserError(f"'{path}' must hold a JSON object")

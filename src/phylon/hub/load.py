@@ -50,6 +50,7 @@ def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
 
 def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
     """The model without memory, once its sizes are known to be possible and within what the files hold."""
+    _check_depth(spec, source, path)
     try:
         model = build_meta(spec)
     except UserError as error:
@@ -64,6 +65,16 @@ def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
                 f"and all its tensors together have {held} numbers"
             )
     return model
+
+
+def _check_depth(spec: ModelSpec, source: TensorSource, path: Path) -> None:
+    """Refuse more blocks than the files can hold, before any is built: each stores a tensor, or ties one to another."""
+    n_blocks = sum(len(stack.blocks) for stack in (spec.encoder, spec.decoder) if stack is not None)
+    if n_blocks > len(source.tensors) + len(spec.ties):
+        raise UserError(
+            f"'{path}' does not hold what its configuration says: {n_blocks} blocks, and all its files together have "
+            f"{len(source.tensors)} tensors"
+        )
 
 
 def _layout(found: Description, model: Model) -> Layout:

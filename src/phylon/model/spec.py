@@ -4,7 +4,9 @@ import msgspec
 
 from phylon.layers.inits import NormalInit
 from phylon.spec.base import Embed, Head, Init, Norm, Op, Shared, Spec
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_number, check_rate, check_size
+
+_LAST_ID = 2**31 - 1
 
 
 class Branch(Spec, frozen=True, kw_only=True):
@@ -131,6 +133,27 @@ class GenerationDefaults(Spec, frozen=True, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, ids in (
+            ("bos_id", (self.bos_id,)),
+            ("eos_ids", self.eos_ids),
+            ("pad_id", (self.pad_id,)),
+            ("decoder_start_id", (self.decoder_start_id,)),
+        ):
+            for token in ids:
+                if token is not None:
+                    check_size(name, token, 0)
+                    if token > _LAST_ID:
+                        raise UserError(f"{name} must be at most {_LAST_ID}")
+        if self.top_k is not None:
+            check_size("top_k", self.top_k)
+        for name, most in (("temperature", 1e12), ("top_p", 1.0), ("min_p", 1.0), ("repetition_penalty", 1e12)):
+            value = getattr(self, name)
+            if value is not None:
+                check_number(name, value)
+                if not 0 <= value <= most or (value == 0 and name == "repetition_penalty"):
+                    raise UserError(f"{name} must be from 0 to {most:g}, got {value!r:.40}")
 
 
 def pre_norm(op: Op, norm: Norm, *, drop: float = 0.0) -> Sublayer:

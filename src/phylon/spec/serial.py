@@ -66,7 +66,8 @@ def parse_toml(text: str) -> dict[str, Any]:
     """A TOML document, or a one-line error."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
+        # No TOML, or a whole number of more digits than Python reads.
         raise UserError(f"not TOML: {error}") from None
     except RecursionError:
         raise UserError("not a spec: the TOML is nested too deeply") from None

@@ -266,10 +266,14 @@ def _read_text(path: Path) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; anything else is a ``UserError`` that says where."""
+    text = _read_text(path)
     try:
-        content = json.loads(_read_text(path))
+        content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON: {error.msg} at line {error.lineno}") from None
+    except (ValueError, RecursionError) as error:
+        # A whole number of more digits than Python reads, or too many brackets.
+        raise UserError(f"{path} is not JSON: {_line(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no JSON object")
     return content
