@@ -1,0 +1,60 @@
+"""A checkpoint under another family's configuration, or under one that no family says."""
+
+import time
+
+import pytest
+
+from phylon.families import families
+from phylon.hub import load
+from phylon.spec.errors import UserError
+
+from .hub_data import hf_folder, one_line
+
+CASES = {f.name: f.cases()[0] for f in families() if f.hf is not None}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder and ``config.json`` of every family's first case."""
+    root = tmp_path_factory.mktemp("families")
+    made = {name: hf_folder(root / name, spec) for name, spec in CASES.items()}
+    return {name: (folder, (folder / "config.json").read_text()) for name, folder in made.items()}
+
+
+@pytest.mark.parametrize("stored", CASES)
+def test_tensors_of_one_family_under_the_configuration_of_another(stored, folders):
+    """Both families are named, or the two say the same model."""
+    folder, own = folders[stored]
+    silent = []
+    for said in CASES:
+        if said == stored:
+            continue
+        (folder / "config.json").write_text(folders[said][1])
+        try:
+            load(folder, device="cpu")
+        except UserError as error:
+            text = str(error)
+            assert "\n" not in text
+            assert len(text) < 1000, text
+            if "the model ties them" in text and (stored, said) in SAME_MODEL:
+                continue
+            if f"of family '{said}'" not in text or f"'{stored}'" not in text.split("of family")[-1]:
+                silent.append((said, text))
+        else:
+            assert (stored, said) in SAME_MODEL, (stored, said)
+    (folder / "config.json").write_text(own)
+    load(folder, device="cpu")
+    assert not silent
+
+
+SAME_MODEL = {("llama", "mistral"), ("mistral", "llama")}
+
+
+@pytest.mark.parametrize("name", ["jamba", "llama", "deepseek"])
+def test_more_blocks_than_tensors_is_refused_at_once(name, tmp_path):
+    folder = hf_folder(tmp_path / "a", CASES[name], num_hidden_layers=4096)
+    start = time.process_time()
+    with pytest.raises(UserError, match=r"4096 blocks, and it has [0-9]+ tensors") as error:
+        load(folder, device="cpu")
+    one_line(error)
+    assert time.process_time() - start < 5
