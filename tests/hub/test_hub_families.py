@@ -5,10 +5,11 @@ import time
 import pytest
 
 from phylon.families import families
+from phylon.families.base import _LACKING, hf_format
 from phylon.hub import load
 from phylon.spec.errors import UserError
 
-from .hub_data import hf_folder, one_line
+from .hub_data import GPT2, hf_folder, one_line
 
 CASES = {f.name: f.cases()[0] for f in families() if f.hf is not None}
 
@@ -48,6 +49,33 @@ def test_tensors_of_one_family_under_the_configuration_of_another(stored, folder
 
 
 SAME_MODEL = {("llama", "mistral"), ("mistral", "llama")}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    {
+        "qwen3_moe": "did you mean 'qwen3'.*norm_topk_prob",
+        "rwkv": "its recurrence",
+        "whisper": "audio frames",
+        "llava": "images",
+        "nobody_made_this": "no family file says it yet",
+    }.items(),
+)
+def test_an_unknown_model_type(model_type, says, tmp_path):
+    """What is known is listed, and what is missing is named where that is known."""
+    hf_folder(tmp_path / "a", GPT2, model_type=model_type)
+    with pytest.raises(UserError, match=f"unknown model_type '{model_type}'.*{says}") as error:
+        load(tmp_path / "a", device="cpu")
+    listed = one_line(error).split("(known: ")[1].rstrip(")").split(", ")
+    assert listed == sorted({m for f in families() if f.hf is not None for m in f.hf.model_types})
+
+
+def test_what_is_said_to_be_missing_is_not_there():
+    """The words for a model_type go when a family reads it."""
+    known = {m for f in families() if f.hf is not None for m in f.hf.model_types}
+    assert not known & set(_LACKING)
+    with pytest.raises(UserError, match="…'"):
+        hf_format("x" * 5000)
 
 
 @pytest.mark.parametrize("name", ["jamba", "llama", "deepseek"])
