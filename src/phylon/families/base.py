@@ -102,7 +102,7 @@ _ROUTER = "its router exists (norm_topk_prob says which of two), but no family f
 _LACKING = {
     "qwen3_moe": _ROUTER,
     "qwen2_moe": "its shared expert has a gate of its own, which is no mechanism here",
-    "olmoe": _ROUTER,
+    "olmoe": "its queries and keys are normalised over all heads at once, which is no mechanism here",
     "gemma2": "soft-capped scores between norms on both sides of a branch exist, but no family file arranges them",
     "gemma3": _NO_IMAGES,
     "llava": _NO_IMAGES,
