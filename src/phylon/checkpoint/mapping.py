@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -69,9 +70,9 @@ class Layout:
     def fit(self, names: Iterable[str]) -> tuple[float, float]:
         """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""
         rules = [[_regex(name) for name in (rule.theirs, *rule.aliases)] for rule in self.rules]
-        every = [(name, self._prefix + name) for name in names]
+        every = [(name, self._prefix + name) if self._prefix else (name,) for name in names]
 
-        def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, str]) -> bool:
+        def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, ...]) -> bool:
             return any(regex.fullmatch(name) for regex in regexes for name in both)
 
         drops = [regex for regex, _ in self._drops]
@@ -234,6 +235,7 @@ def identity(names: Iterable[str]) -> Layout:
     return Layout(Rename(name, name) for name in names)
 
 
+@lru_cache(maxsize=8192)
 def _regex(pattern: str) -> re.Pattern[str]:
     """``{p}`` is weight or bias, other placeholders are numbers, ``*`` is anything."""
     parts = PLACEHOLDER.split(pattern)

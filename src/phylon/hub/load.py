@@ -1,8 +1,9 @@
 """Loading: the format by what is there, the spec from its configuration, every check before memory is allocated."""
 
 import math
+import re
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,10 +32,17 @@ def load(
     """
     found = describe(path_or_name)
     source = found.source or open_safetensors(found.path)
-    model = _shaped(found.spec, source, found.path)
-    layout = _layout(found, model)
-    _check_family(found, layout, source)
-    _fill(model, source, layout, found.path, dtype, device)
+    try:
+        _check_depth(found, source)
+        model = _shaped(found.spec, source, found.path)
+        layout = _layout(found, model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
+        plan = layout.plan(source.tensors, shapes, str(found.path))
+    except UserError as error:
+        raise UserError(f"{error}{_of_another_family(found, source)}") from None
+    materialise(model, resolve_dtype(dtype, _stored_dtype(source)), resolve_device(device))
+    layout.load(plan, source, stored_tensors(model))
+    model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
     model.family = found.written_as
     if found.format == "gguf":
@@ -46,6 +54,17 @@ def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
     """Every parameter and stored buffer once, by canonical name; a tied name is not stored."""
     tied = {tie.name for tie in model.spec.ties}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+
+
+def _check_depth(found: Description, source: TensorSource) -> None:
+    """Refuse more blocks than tensors at once: a family stores some of each, and thousands take minutes to build."""
+    blocks = sum(len(stack.blocks) for stack in found.spec.stacks.values())
+    # A native spec lists its blocks one by one, and they may hold nothing of their own.
+    if found.format != "native" and blocks > len(source.tensors):
+        raise UserError(
+            f"'{found.path}' does not hold what its configuration says: {blocks} blocks, and it has "
+            f"{len(source.tensors)} tensors; correct the number of layers"
+        )
 
 
 def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
@@ -85,26 +104,50 @@ def _layout(found: Description, model: Model) -> Layout:
     return fmt.layout(found.spec)
 
 
-def _check_family(found: Description, layout: Layout, source: TensorSource) -> None:
-    """Names both families where the tensors are clearly those of another than the configuration says."""
-    names = list(source.tensors)
-    if found.format != "hf" or found.family is None or layout.fit(names)[0] >= 0.5:
-        return
-    fits = {f.name: f.hf.layout(f.cases()[0]).fit(names) for f in families() if f.hf is not None}
-    nearest = max(fits, key=fits.__getitem__)
-    if fits[nearest][0] >= 0.9:
-        raise UserError(
-            f"the configuration of '{found.path}' is of family '{found.family.name}', but its tensors are those of "
-            f"family '{nearest}': put the right config.json beside them"
-        )
+def _of_another_family(found: Description, source: TensorSource) -> str:
+    """What to add to a refusal where another family's tensor names fit the file better than the configuration's do.
+
+    Better is: a tenth more of the names have a place; or not fewer names do, not fewer of the rules are used, and one
+    of the two is more. Where the file's names fit both fully (GPT-2 and StarCoder differ in shapes alone), both are
+    named too.
+    """
+    if found.format != "hf" or found.family is None:
+        return ""
+    fits = {name: _fit(layouts, source) for name, layouts in _case_layouts().items()}
+    own = fits.pop(found.family.name)
+    better = [f for f in fits.values() if f[0] >= 0.9 and (f[0] > own[0] + 0.1 or (f[0] >= own[0] and f[1] >= own[1]))]
+    best = max(better, default=(0.0, 0.0))
+    nearest = " or ".join(f"'{name}'" for name, fit in fits.items() if fit == best)
+    if best > own:
+        said = f"its tensors are those of family {nearest}"
+    elif best == own == (1.0, 1.0):
+        said = f"its tensors' names are also those of family {nearest}"
+    else:
+        return ""
+    return (
+        f"; the configuration of '{found.path}' is of family '{found.family.name}', but {said}: "
+        "put the right config.json beside them"
+    )
 
 
-def _fill(model: Model, source: TensorSource, layout: Layout, path: Path, dtype: Any, device: Any) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
-    plan = layout.plan(source.tensors, shapes, str(path))
-    materialise(model, resolve_dtype(dtype, _stored_dtype(source)), resolve_device(device))
-    layout.load(plan, source, stored_tensors(model))
-    model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
+@cache
+def _case_layouts() -> dict[str, list[Layout]]:
+    """The layouts of every family's cases, those with the same names once."""
+    made: dict[str, list[Layout]] = {}
+    for family in families():
+        if family.hf is not None:
+            layouts = [family.hf.layout(case) for case in family.cases()]
+            made[family.name] = list({tuple((r.theirs, r.aliases) for r in x.rules): x for x in layouts}.values())
+    return made
+
+
+def _fit(layouts: list[Layout], source: TensorSource) -> tuple[float, float]:
+    """The best fit of any; of names that differ in numbers alone a few say enough."""
+    alike: dict[str, list[str]] = {}
+    for name in source.tensors:
+        alike.setdefault(re.sub(r"[0-9]+", "#", name), []).append(name)
+    names = [name for some in alike.values() for name in some[:2]]
+    return max(layout.fit(names) for layout in layouts)
 
 
 def _stored_dtype(source: TensorSource) -> torch.dtype:
