@@ -38,10 +38,46 @@ def failed(report: Report) -> set[str]:
 READ = [name for name, spec in SPECS.items() if hasattr(spec.last_stack.embed, "vocab_size")]
 
 
-@pytest.mark.parametrize("name", sorted(set(SPECS) - set(READ)))
-def test_what_reads_images_is_refused(name):
-    with pytest.raises(UserError, match="verify reads tokens, and this model's input is PatchEmbed"):
-        verify(made(SPECS[name]))
+SEES = sorted(set(SPECS) - set(READ))
+
+
+@pytest.mark.parametrize("name", SEES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_reads_images_passes(name, dtype):
+    report = verify(made(SPECS[name], dtype))
+    assert report.passed, report.failed
+    applied = {cell.name for cell in report.cells if cell.passed}
+    assert applied >= {"batching", "after_another_call", "backend_attention_reference", "backend_attention_sdpa"}
+    assert applied >= {"control_image", "control_patch"}
+    assert report.to_data()["inputs"] == "images"
+    assert len(set(report.lengths)) == 1
+
+
+def test_image_models_that_break_the_law():
+    model, calls = made(SPECS[SEES[0]]), []
+
+    def hooked(module, hook):
+        model.load_state_dict(sound)
+        handle = module.register_forward_hook(hook)
+        found = failed(verify(model))
+        handle.remove()
+        return found
+
+    def remembers(module, given, out):
+        calls.append(0)
+        return out * (1 + 1e-3 * len(calls) * (out.dtype == torch.float32))  # the run in higher precision is sound
+
+    sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    block = model.encoder.blocks[0]
+    assert hooked(block.ffn, lambda module, given, out: out - 0.1 * out.mean(0, keepdim=True)) >= {"batching"}
+    assert hooked(block.ffn, remembers) >= {"after_another_call"}
+    assert hooked(model.encoder.embed, lambda module, given, out: out * 0) == {"control_image", "control_patch"}
+    with torch.no_grad():
+        for each in model.encoder.blocks:
+            each.attn.o_proj.weight.zero_()
+    assert failed(verify(model)) == {"control_patch"}
+    with pytest.raises(UserError, match="this model reads images"):
+        verify(model, length=9)
 
 
 @pytest.mark.parametrize("name", READ)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phylon import __version__
+from phylon.families import family
 from phylon.families.llama import llama_spec
 from phylon.hub import describe, load, save
 from phylon.model import build
@@ -179,6 +180,41 @@ def test_a_verdict_against_the_model_is_exit_code_1(
     found = run("verify", model_folder)
     assert found.code == 1
     assert "fails: chunks" in found.out
+
+
+def test_the_page_of_verify_keeps_its_columns_apart_and_says_what_it_judges() -> None:
+    from phylon.cli.verify import page
+
+    names = ["chunks", "reference:decoder.blocks.11.resid_post"]
+    cells = [{"name": name, "passed": False, "error": 0.5, "bound": 1e-5, "reason": None} for name in names]
+    data = {"model": "m", "dtype": "float32", "inputs": "images", "lengths": [5], "cells": cells, "passed": False}
+    lines = page(data).splitlines()
+    assert lines[0] == "m: float32, images of 5 tokens"
+    assert [line.split()[:2] for line in lines[2:4]] == [[name, "FAILED"] for name in names]
+    assert len({line.index("FAILED") for line in lines[2:4]}) == 1
+    assert "not the values" in lines[-2]
+
+
+def test_names_of_families_and_kinds_stand_apart(run: Callable) -> None:
+    lines = run("list", "families").out.splitlines()
+    data = json.loads(run("list", "families", "--json").out)["families"]
+    heads = [line for line in lines if line and not line.startswith(" ")]
+    assert [line.split("  ")[0] for line in heads] == [row["name"] for row in data]
+    assert len({line.index(row["title"], len(row["name"])) for line, row in zip(heads, data, strict=True)}) == 1
+    mechanisms = json.loads(run("list", "mechanisms", "--json").out)["mechanisms"]
+    words = [line.split()[0] for line in run("list", "mechanisms").out.splitlines() if line.strip()]
+    assert {row["kind"] for row in mechanisms} <= set(words)
+
+
+def test_an_image_model_is_verified_and_walked(run: Callable, tmp_path: Path) -> None:
+    save(build(family("vit").cases()[0], device="cpu"), tmp_path / "model")
+    found = run("verify", tmp_path / "model")
+    assert found.code == 0
+    assert "images of" in found.out.splitlines()[0]
+    assert "control_image" in found.out
+    assert "encoder" in run("show", tmp_path / "model", "--shapes").out
+    for command in (["verify", "--length", 9], ["show", "--shapes", "--seq-len", 9]):
+        assert run(*command, tmp_path / "model").code == 2
 
 
 def test_train_samples_resumes_and_starts_afresh(run: Callable, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from phylon.layers.norms import RMSNorm
 from phylon.model import build, record
 from phylon.model.spec import Block, Branch, Sublayer
 from phylon.patterns import Window
+from phylon.spec.errors import UserError
 from phylon.spec.override import override
 
 ROOT = Path(__file__).parents[2]
@@ -64,17 +65,33 @@ def test_base_width_shapes() -> None:
 
 @pytest.mark.parametrize("spec", CASES)
 def test_shapes_on_the_meta_device_are_those_of_a_real_pass(spec) -> None:
-    if any(not hasattr(stack.embed, "vocab_size") for stack in spec.stacks.values()):
-        pytest.skip("reads no token ids")
     model = build(spec, device="cpu").eval()
+    image = getattr(spec.last_stack.embed, "image_shape", None)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     both = spec.encoder is not None and spec.decoder is not None
     with torch.inference_mode(), record(model, "*") as taps:
-        model(tokens, **({"source": tokens} if both else {}))
+        if image is not None:
+            model(images=torch.zeros(2, *image))
+        else:
+            model(tokens, **({"source": tokens} if both else {}))
     walked = dict(walk(spec, 2, 5))
     assert list(taps) == [path for path in walked if path in taps]
     assert {path: tuple(value.shape) for path, value in taps.items()} == {path: walked[path] for path in taps}
     assert "norm" in " ".join(walked.keys() - taps.keys()) or len(walked) == len(taps) + 1
+
+
+def test_shapes_of_an_image_model() -> None:
+    """224 / 16 = 14 rows and columns of patches, and the class token."""
+    page = walk_page("vit-b16", preset("vit-b16"), batch=3)
+    assert page.startswith("vit-b16: one forward pass, batch 3, images 3 x 224 x 224")
+    found = dict(walk(preset("vit-b16"), 3, None))
+    assert found["images"] == (3, 3, 224, 224)
+    assert found["encoder.embed.out"] == found["encoder.blocks.11.resid_post"] == (3, 197, 768)
+    assert found["encoder.blocks.0.attn.scores"] == (3, 12, 197, 197)
+    with pytest.raises(UserError, match="--seq-len is of tokens, and vit-b16 reads images"):
+        walk_page("vit-b16", preset("vit-b16"), batch=3, seq_len=8)
+    with pytest.raises(UserError, match="batch must be at least 1"):
+        walk_page("vit-b16", preset("vit-b16"), batch=0)
 
 
 @pytest.mark.parametrize("spec", CASES)

@@ -78,13 +78,14 @@ def idea(entry: Entry) -> str:
 
 
 def families_page(rows: Rows) -> str:
+    width = max(12, *(len(row["name"]) + 2 for row in rows))
     blocks = []
     for row in rows:
         reads = [f"Hugging Face ({', '.join(row['huggingface'])})"] if row["huggingface"] else []
         reads += [f"GGUF ({', '.join(row['gguf'])})"] if row["gguf"] else []
-        lines = [f"{row['name']:<12}{row['title']}", f"{'':12}{row['paper']}"]
-        lines += _listed("presets", row["presets"])
-        lines += _listed("loads", reads)
+        lines = [f"{row['name']:<{width}}{row['title']}", f"{'':{width}}{row['paper']}"]
+        lines += _listed("presets", row["presets"], width)
+        lines += _listed("loads", reads, width)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -102,24 +103,26 @@ def presets_page(rows: Rows) -> str:
 def mechanisms_page(rows: Rows) -> str:
     from textwrap import fill
 
-    margin = " " * 23
+    width = max(21, *(len(row["kind"]) + 2 for row in rows))
+    margin = " " * (width + 2)
     groups = []
     for slot in dict.fromkeys(row["slot"] for row in rows):
         lines = [slot]
         for row in rows:
             if row["slot"] == slot:
                 idea = fill(row["idea"].replace("``", ""), 80, initial_indent=margin, subsequent_indent=margin)
-                lines += [f"  {row['kind']:<21}{row['paper']}", idea]
+                lines += [f"  {row['kind']:<{width}}{row['paper']}", idea]
         groups.append("\n".join(lines))
     return "\n\n".join(groups)
 
 
 def backends_page(rows: Rows) -> str:
+    width = max(44, *(len(call) + 2 for row in rows for call in row["calls"]))
     blocks = []
     for row in rows:
         state = "available" if row["unavailable"] is None else f"not here: {row['unavailable']}"
         lines = [f"{row['op']}: {row['backend']} ({state})"]
-        lines += [f"  {call:<44}{'yes' if why is None else why}" for call, why in row["calls"].items()]
+        lines += [f"  {call:<{width}}{'yes' if why is None else why}" for call, why in row["calls"].items()]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -134,9 +137,9 @@ def columns(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join("  ".join(put(cell, width) for put, cell, width in line).rstrip() for line in lines)
 
 
-def _listed(name: str, items: list[str]) -> list[str]:
+def _listed(name: str, items: list[str], margin: int) -> list[str]:
     from textwrap import wrap
 
     text = ", ".join(items).replace(" (", "\0(")
     lines = wrap(f"{name}: {text}", 68, break_on_hyphens=False, subsequent_indent="  ") if items else []
-    return [f"{'':12}{line}".replace("\0", " ") for line in lines]
+    return [f"{'':{margin}}{line}".replace("\0", " ") for line in lines]

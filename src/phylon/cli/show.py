@@ -11,7 +11,10 @@ def show(
     name: PresetOrModel,
     shapes: Annotated[bool, typer.Option("--shapes", help="Every tensor of one forward pass.")] = False,
     batch: Annotated[int, typer.Option(metavar="B", help="Rows, for --shapes.")] = 2,
-    seq_len: Annotated[int, typer.Option(metavar="T", help="Tokens a row, for --shapes.")] = 8,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(metavar="T", help="Tokens a row, for --shapes; images have their own.", show_default="8"),
+    ] = None,
 ) -> None:
     """Show a model on one page, without loading its weights."""
     from phylon.cli.common import spec_of

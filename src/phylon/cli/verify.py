@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from phylon.checkpoint.verify import Reference
 
 FAILED = 1
+SCOPE = "This judges the ways of running the weights, not the values that they hold."
 
 
 def verify(
@@ -25,7 +26,10 @@ def verify(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Check that the same tokens give the same logits, whichever way."""
+    """Check that the same tokens or images give the same logits, whichever way.
+
+    It judges the ways of running the weights, not the values that they hold.
+    """
     from phylon.checkpoint.verify import verify as run
     from phylon.hub import load
 
@@ -39,16 +43,18 @@ def verify(
 
 def page(data: dict[str, Any]) -> str:
     """A line a cell, and the verdict."""
-    lines = [f"{data['model']}: {data['dtype']}, documents of {', '.join(map(str, data['lengths']))} tokens", ""]
+    width = max(30, *(len(cell["name"]) + 2 for cell in data["cells"]))
+    lines = [f"{data['model']}: {data['dtype']}, {data['inputs']} of {', '.join(map(str, data['lengths']))} tokens", ""]
     for cell in data["cells"]:
         mark = {True: "ok", False: "FAILED", None: "-"}[cell["passed"]]
         figures = "" if cell["error"] is None else f"error {cell['error']:.1e}"
         figures += "" if cell["bound"] is None else f", at most {cell['bound']:.1e}"
-        lines.append(f"  {cell['name']:<30}{mark:<8}{figures}{'  ' * bool(figures)}{cell['reason'] or ''}".rstrip())
+        lines.append(
+            f"  {cell['name']:<{width}}{mark:<8}{figures}{'  ' * bool(figures)}{cell['reason'] or ''}".rstrip()
+        )
     failed = [cell["name"] for cell in data["cells"] if cell["passed"] is False]
-    return "\n".join(
-        [*lines, "", f"fails: {', '.join(failed)}" if failed else "holds" if data["passed"] else "nothing applied"]
-    )
+    verdict = f"fails: {', '.join(failed)}" if failed else "holds" if data["passed"] else "nothing applied"
+    return "\n".join([*lines, "", SCOPE, verdict])
 
 
 def _from_file(path: Path, model: str) -> "Reference":

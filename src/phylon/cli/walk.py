@@ -8,12 +8,14 @@ from phylon.account.account import check_sizes
 from phylon.cli.page import in_short, kinds_of_block
 from phylon.model import Model, ModelSpec, record
 from phylon.model.build import build
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_size
 
+SEQ_LEN = 8
 LETTERS = "B batch, T queries, S keys, D d_model, H heads, K key heads, E head_dim, F d_ff"
 WORDS = {
     "tokens": "(B, T) token ids",
     "source": "(B, T) token ids of the source",
+    "images": "(B, C, H, W) pixels",
     "embed.out": "(B, T, D) a vector a token",
     "resid_pre": "(B, T, D) the residual stream",
     "q": "(B, T, H, E) queries",
@@ -32,11 +34,18 @@ END = "(B, T, D) what the heads read"
 Stations = list[tuple[str, tuple[int, ...]]]
 
 
-def walk_page(name: str, spec: ModelSpec, *, batch: int, seq_len: int) -> str:
-    """The shapes of one pass over ``batch`` rows of ``seq_len`` tokens; alike blocks once."""
-    check_sizes(spec, batch, seq_len)
+def walk_page(name: str, spec: ModelSpec, *, batch: int, seq_len: int | None = None) -> str:
+    """The shapes of one pass over ``batch`` rows of ``seq_len`` tokens (8), or of images; alike blocks once."""
+    image = _image_shape(spec)
+    if image is not None and seq_len is not None:
+        raise UserError(f"--seq-len is of tokens, and {name} reads images of its own size; leave it out")
+    if image is None:
+        seq_len = SEQ_LEN if seq_len is None else seq_len
+        check_sizes(spec, batch, seq_len)
+    check_size("batch", batch)
     stations = walk(spec, batch, seq_len)
-    lines = [f"{name}: one forward pass, batch {batch}, seq_len {seq_len}", LETTERS, ""]
+    size = f"seq_len {seq_len}" if image is None else f"images {' x '.join(map(str, image))}"
+    lines = [f"{name}: one forward pass, batch {batch}, {size}", LETTERS, ""]
     for path, shape in stations:
         if "." not in path:
             lines.append(_row(0, path, shape, WORDS.get(path, "")))
@@ -55,27 +64,37 @@ def walk_page(name: str, spec: ModelSpec, *, batch: int, seq_len: int) -> str:
     return "\n".join(lines)
 
 
-def walk(spec: ModelSpec, batch: int, seq_len: int) -> Stations:
+def walk(spec: ModelSpec, batch: int, seq_len: int | None) -> Stations:
     """Path and shape of every recorded tensor and every norm's output, in the order of the pass."""
-    if any(not hasattr(stack.embed, "vocab_size") for stack in spec.stacks.values()):
-        raise UserError("--shapes feeds token ids, and this model takes other inputs")
+    image = _image_shape(spec)
+    if image is None and any(not hasattr(stack.embed, "vocab_size") for stack in spec.stacks.values()):
+        raise UserError("--shapes feeds token ids or images, and this model takes other inputs")
+    inputs: dict[str, Any] = {}
+    if image is not None:
+        inputs["images"] = torch.zeros(batch, *image)
+    else:
+        assert seq_len is not None
+        names = ["source", "tokens"] if spec.encoder is not None and spec.decoder is not None else ["tokens"]
+        inputs |= dict.fromkeys(names, torch.zeros(batch, seq_len, dtype=torch.int64))
     try:
-        return _pass(build(spec, device="meta").eval(), batch, seq_len)
+        return _pass(build(spec, device="meta").eval(), inputs)
     except RuntimeError:
         # Routers look at their values, which the meta device has not.
-        return _pass(_hollow(spec).eval(), batch, seq_len)
+        return _pass(_hollow(spec).eval(), inputs)
 
 
-def _pass(model: Model, batch: int, seq_len: int) -> Stations:
-    spec, tokens = model.spec, torch.zeros(batch, seq_len, dtype=torch.int64, device=model.device)
-    both = spec.encoder is not None and spec.decoder is not None
-    inputs: dict[str, Any] = {"source": tokens} if both else {}
+def _image_shape(spec: ModelSpec) -> tuple[int, int, int] | None:
+    """(C, H, W) of the images that the model was made for, ``None`` for one that reads no images."""
+    return getattr(spec.last_stack.embed, "image_shape", None)
+
+
+def _pass(model: Model, inputs: dict[str, torch.Tensor]) -> Stations:
     with torch.inference_mode(), record(model, "*") as taps:
         hooks = [_recorded(module, path, taps) for path, module in model.named_modules() if _is_norm(model, path)]
-        model(tokens, **inputs)
+        model(**{name: value.to(model.device) for name, value in inputs.items()})
         for hook in hooks:
             hook.remove()
-    given = [(name, tuple(value.shape)) for name, value in (inputs | {"tokens": tokens}).items()]
+    given = [(name, tuple(value.shape)) for name, value in inputs.items()]
     return given + [(path, tuple(value.shape)) for path, value in taps.items()]
 
 

@@ -36,6 +36,11 @@ class PatchEmbed(Mechanism, Embed, frozen=True, kw_only=True):
             raise UserError(f"n_extra must be at least 0, got {self.n_extra}")
         check_rate("dropout", self.dropout)
 
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the images that the grid of positions was made for."""
+        return self.n_channels, self.grid[0] * self.patch_size, self.grid[1] * self.patch_size
+
 
 class PatchEmbedModule(Part):
     """Parameters: ``proj`` from the pixels (C, P, P), ``extra`` (n_extra, D), ``positions`` of all tokens (…, D)."""

@@ -1,0 +1,199 @@
+"""What a way of running a model is judged by (design, section 3): cells, their bounds, and the report."""
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from phylon.model import Model
+from phylon.ops import attention, scan
+from phylon.ops.dispatch import Dispatch
+from phylon.spec.base import Mechanism, Spec
+from phylon.spec.errors import UserError
+from phylon.spec.registry import entry_of
+
+DISPATCHES: tuple[Dispatch[Any], ...] = (attention.dispatch, scan.dispatch, scan.ssd_dispatch, scan.conv_dispatch)
+TIGHT = {torch.float32: 1e-5, torch.float64: 1e-10}
+"""Part of the largest value by which two ways may differ, where rounding of a few blocks is all there is."""
+
+Got = list[tuple[int, slice, Tensor]]
+"""Values (n, W) that a way gave for a span of document number i."""
+
+TOKEN = "a changed token must show in the next ones"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One line of the table. ``passed`` is ``None`` where the cell does not apply, and ``reason`` says why."""
+
+    name: str
+    passed: bool | None
+    error: float | None = None
+    bound: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All cells. ``passed``: no cell failed and at least one applied. ``lengths``: tokens of each document or image."""
+
+    dtype: str
+    lengths: list[int]
+    cells: list[Cell] = field(default_factory=list)
+    inputs: str = "documents"
+
+    @property
+    def passed(self) -> bool:
+        return all(cell.passed is not False for cell in self.cells) and any(cell.passed for cell in self.cells)
+
+    @property
+    def failed(self) -> list[Cell]:
+        return [cell for cell in self.cells if cell.passed is False]
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain values, ready for JSON: an error that is not finite becomes ``None`` and a reason."""
+        cells: list[dict[str, Any]] = [asdict(cell) for cell in self.cells]
+        for cell in cells:
+            for key in ("error", "bound"):
+                if isinstance(cell[key], float) and not math.isfinite(cell[key]):
+                    cell |= {key: None, "reason": "the values are not finite"}
+        given = {"dtype": self.dtype, "inputs": self.inputs, "lengths": self.lengths}
+        return {"passed": self.passed} | given | {"cells": cells}
+
+
+class NotApplicable(Exception):
+    """Why a cell says nothing of this model."""
+
+
+class Subject(ABC):
+    """The model, its inputs and what they give alone."""
+
+    lengths: list[int]
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model = model
+        self.mechanisms = [node for node in nodes(model.spec) if isinstance(node, Mechanism)]
+        self.generator = torch.Generator().manual_seed(seed)
+        self._truth: list[Tensor] | None = None
+
+    def run_alone(self) -> None:
+        """What every other way is compared with; the inputs are made by now."""
+        self.alone = self.each(self.model)
+        self.scale = max(float(values.abs().max()) for values in self.alone)
+
+    @abstractmethod
+    def each(self, model: Model) -> list[Tensor]:
+        """Values (n, W) of every input alone in one plain call."""
+
+    def cell(self, name: str, law: str, way: Callable[[Any], Got]) -> Cell:
+        """Run a way and compare it with the documents alone."""
+        for node in self.mechanisms:
+            reason = entry_of(node).exceptions.get(law)
+            if reason:
+                return Cell(name=name, passed=None, reason=f"{entry_of(node).kind} cannot obey: {reason}")
+        try:
+            return self.judge(name, way(self))
+        except NotApplicable as error:
+            return Cell(name=name, passed=None, reason=str(error))
+        except UserError as error:
+            return Cell(name=name, passed=False, reason=f"refused: {error}")
+
+    def judge(self, name: str, got: Got) -> Cell:
+        """Tight agreement, or as near to a run in higher precision as the plain pass is, within a factor of two."""
+        error = max(distance(values, self.alone[i][span]) for i, span, values in got)
+        tight = TIGHT.get(self.model.dtype)
+        if tight is not None and error <= tight * self.scale < math.inf:
+            return Cell(name=name, passed=True, error=error, bound=tight * self.scale)
+        truth = self.truth()
+        error = mean_error([(values, truth[i][span]) for i, span, values in got])
+        bound = 2 * mean_error([(self.alone[i][span], truth[i][span]) for i, span, _ in got])
+        how = "root mean square against a run in higher precision; the bound is twice that of the plain pass"
+        return Cell(name=name, passed=error <= bound < math.inf, error=error, bound=bound, reason=how)
+
+    def truth(self) -> list[Tensor]:
+        """All alone in higher precision (fp64, fp32 for low precision): a second copy of the model."""
+        if self._truth is None:
+            low = self.model.dtype not in TIGHT
+            self._truth = self.each(copy.deepcopy(self.model).to(torch.float32 if low else torch.float64))
+        return self._truth
+
+
+S = TypeVar("S", bound=Subject)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Largest difference; infinite where either holds a NaN or an infinity."""
+    assert a.shape == b.shape, (a.shape, b.shape)
+    difference = float((a.double() - b.double()).abs().max())
+    return math.inf if math.isnan(difference) else difference
+
+
+def mean_error(pairs: list[tuple[Tensor, Tensor]]) -> float:
+    """Root mean square of all differences; infinite where a value is not finite."""
+    squares = torch.cat([(a.double() - b.double()).square().flatten() for a, b in pairs])
+    error = float(squares.mean().sqrt())
+    return math.inf if math.isnan(error) else error
+
+
+def nodes(value: Any) -> Iterator[Spec]:
+    if isinstance(value, Spec):
+        yield value
+        for name in value.__struct_fields__:
+            if name not in value.training_only:
+                yield from nodes(getattr(value, name))
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from nodes(inner)
+    elif isinstance(value, tuple):
+        for inner in value:
+            yield from nodes(inner)
+
+
+def on_backend(dispatch: Dispatch[Any], name: str, tried: Callable[[S], Got]) -> Callable[[S], Got]:
+    """``tried`` with every call of an op on one backend."""
+
+    def way(s: S) -> Got:
+        reason = dispatch.backends[name].available()
+        if reason:
+            raise NotApplicable(reason)
+        try:
+            with dispatch.force(name), _calls(dispatch) as calls:
+                got = tried(s)
+        except UserError as error:
+            raise NotApplicable(str(error)) from None
+        if not calls:
+            raise NotApplicable(f"the model never calls the op {dispatch.op}")
+        return got
+
+    return way
+
+
+@contextmanager
+def _calls(dispatch: Dispatch[Any]) -> Generator[list[str]]:
+    """The backend of every call of an op inside the block."""
+    plain, seen = dispatch.pick, []
+
+    def counted(call: Any, name: str | None = None) -> Any:
+        backend = plain(call, name)
+        seen.append(backend.name)
+        return backend
+
+    dispatch.pick = counted  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        del dispatch.pick
+
+
+def must_differ(s: Subject, name: str, changed: Tensor, before: Tensor, what: str = TOKEN) -> Cell:
+    """Well above rounding: a hundred times the tight bound, or what low precision rounds to."""
+    difference = distance(changed, before)
+    bound = s.scale * (100 * TIGHT[s.model.dtype] if s.model.dtype in TIGHT else torch.finfo(s.model.dtype).eps)
+    reason = f"{what}: the error is to exceed the bound"
+    return Cell(name=name, passed=bound < difference < math.inf, error=difference, bound=bound, reason=reason)

@@ -1,0 +1,67 @@
+"""The part of the law that images can break, for a model that reads them: there is no state, padding or packing."""
+
+import torch
+from torch import Tensor
+
+from phylon.checkpoint.law import DISPATCHES, Got, Report, Subject, must_differ, on_backend
+from phylon.model import Model
+
+
+def verify_images(model: Model, seed: int) -> Report:
+    """Cells of three random images of the size the model was made for; ``model`` is in eval mode."""
+    s = _Images(model, seed)
+    cells = [s.cell("batching", "batch", _batched), s.cell("after_another_call", "history", _after_another)]
+    for dispatch in DISPATCHES:
+        for name in dispatch.backends:
+            cells.append(s.cell(f"backend_{dispatch.op}_{name}", "backends", on_backend(dispatch, name, _plain)))
+    other = s.random()
+    cells.append(must_differ(s, "control_image", s.run(other[None])[0], s.alone[0], "another image must show"))
+    # The last patch of another image: what stands before it sees it only through the mixers.
+    patched, p = s.images[0].clone(), s.patch_size
+    patched[:, -p:, -p:] = other[:, -p:, -p:]
+    before = slice(0, s.lengths[0] - 1)
+    what = "a changed patch must show in the other tokens"
+    cells.append(must_differ(s, "control_patch", s.run(patched[None])[0, before], s.alone[0][before], what))
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Report(dtype=dtype, lengths=s.lengths, cells=cells, inputs="images")
+
+
+class _Images(Subject):
+    """The model, its images and what they give alone."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        super().__init__(model, seed)
+        embed = model.spec.last_stack.embed
+        self.shape: tuple[int, int, int] = embed.image_shape  # type: ignore[attr-defined]
+        self.patch_size: int = embed.patch_size  # type: ignore[attr-defined]
+        self.images = [self.random() for _ in range(3)]
+        self.lengths = [model(images=image[None], logits="none").hidden.shape[1] for image in self.images]
+        self.run_alone()
+
+    def random(self) -> Tensor:
+        return torch.randn(self.shape, generator=self.generator).to(self.model.device)
+
+    def run(self, images: Tensor, model: Model | None = None) -> Tensor:
+        """(B, T + heads, W): the vector of every token, then the scores of every head, filled up to one width."""
+        out = (model or self.model)(images=images)
+        parts = [out.hidden, *(scores.view(len(images), -1, scores.shape[-1]) for scores in out.heads.values())]
+        width = max(part.shape[-1] for part in parts)
+        values = torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], dim=1)
+        return values.to(torch.promote_types(values.dtype, torch.float32))
+
+    def each(self, model: Model) -> list[Tensor]:
+        return [self.run(image[None], model)[0] for image in self.images]
+
+
+def _plain(s: _Images) -> Got:
+    return [(i, slice(None), values) for i, values in enumerate(s.each(s.model))]
+
+
+def _batched(s: _Images) -> Got:
+    together = s.run(torch.stack([s.random(), *s.images]))
+    return [(i, slice(None), values) for i, values in enumerate(together[1:])]
+
+
+def _after_another(s: _Images) -> Got:
+    s.run(torch.stack([s.random(), s.random()]))
+    return _plain(s)
