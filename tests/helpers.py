@@ -65,8 +65,13 @@ def pre(mixer: Mixer = ATTENTION, ffn: FeedForward = FFN, norm: Norm | None = No
 
 
 def cases(slot: type[Slot]) -> Iterator[tuple[str, Slot]]:
-    """Every case of every mechanism registered for ``slot``, with an id."""
+    """Every case of every mechanism of models that is registered for ``slot``, with an id.
+
+    Training registers objectives, optimizers and schedules as well, once something imports it.
+    """
     for entry in entries(slot):
+        if entry.spec.__module__.startswith("phylon.train"):
+            continue
         for i, case in enumerate(entry.cases()):
             yield f"{entry.kind}-{i}", case
 

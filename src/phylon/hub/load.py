@@ -33,7 +33,6 @@ def load(
     found = describe(path_or_name)
     source = found.source or open_safetensors(found.path)
     try:
-        _check_depth(found, source)
         model = _shaped(found.spec, source, found.path)
         layout = _layout(found, model)
         shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
@@ -54,17 +53,6 @@ def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
     """Every parameter and stored buffer once, by canonical name; a tied name is not stored."""
     tied = {tie.name for tie in model.spec.ties}
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
-
-
-def _check_depth(found: Description, source: TensorSource) -> None:
-    """Refuse more blocks than tensors at once: a family stores some of each, and thousands take minutes to build."""
-    blocks = sum(len(stack.blocks) for stack in found.spec.stacks.values())
-    # A native spec lists its blocks one by one, and they may hold nothing of their own.
-    if found.format != "native" and blocks > len(source.tensors):
-        raise UserError(
-            f"'{found.path}' does not hold what its configuration says: {blocks} blocks, and it has "
-            f"{len(source.tensors)} tensors; correct the number of layers"
-        )
 
 
 def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
@@ -91,8 +79,8 @@ def _check_depth(spec: ModelSpec, source: TensorSource, path: Path) -> None:
     n_blocks = sum(len(stack.blocks) for stack in (spec.encoder, spec.decoder) if stack is not None)
     if n_blocks > len(source.tensors) + len(spec.ties):
         raise UserError(
-            f"'{path}' does not hold what its configuration says: {n_blocks} blocks, and all its files together have "
-            f"{len(source.tensors)} tensors"
+            f"'{path}' does not hold what its configuration says: {n_blocks} blocks, and it has {len(source.tensors)} tensors; "
+            "correct the number of layers"
         )
 
 
