@@ -254,8 +254,7 @@ def _sparse(spec: ModelSpec, stack: Stack) -> MoE:
     if "mtp" in spec.heads:
         return part(part(spec.heads["mtp"], MTP, "the second head").block.op("ffn"), MoE, "its feed-forward network")
     router = GroupedSigmoidRouter(top_k=1, n_groups=1, top_groups=1, scale=1.0)
-    expert = last.replace(bias=False, dropout=0.0)
-    return MoE(n_experts=2, expert=expert, router=router, shared=expert)
+    return MoE(n_experts=2, expert=last, router=router, shared=last)
 
 
 def _write_rotary(mla: MLA, max_seq_len: int) -> dict[str, Any]:
