@@ -234,7 +234,7 @@ def _controls(s: _Texts) -> Iterator[Cell]:
         state = s.state(1)
         s.run(start, [0], state=state)
         after.append(s.run(s.rows[0][None, 2:4], [0], state=state)[0])
-    yield must_differ(s, "control_state", *after)
+    yield must_differ(s, "control_state", after[0], after[1])
 
 
 def compare(subject: "_Texts | Model", reference: Reference) -> list[Cell]:
