@@ -104,7 +104,7 @@ def test_truncated_and_missing_weights(fails: Callable, command: str, model_fold
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["shwo"], "Did you mean 'show'"),
+        (["shwo"], "did you mean 'show'"),
         (["show"], "missing argument"),
         (["show", "gpt2", "--batsh", "1"], "--batch"),
         (["show", "lama-7b"], "did you mean 'llama-7b'"),

@@ -79,8 +79,8 @@ def _check_depth(spec: ModelSpec, source: TensorSource, path: Path) -> None:
     n_blocks = sum(len(stack.blocks) for stack in (spec.encoder, spec.decoder) if stack is not None)
     if n_blocks > len(source.tensors) + len(spec.ties):
         raise UserError(
-            f"'{path}' does not hold what its configuration says: {n_blocks} blocks, and it has {len(source.tensors)} tensors; "
-            "correct the number of layers"
+            f"'{path}' does not hold what its configuration says: {n_blocks} blocks, and it has "
+            f"{len(source.tensors)} tensors; correct the number of layers"
         )
 
 
