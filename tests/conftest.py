@@ -1,9 +1,13 @@
 """One thread, since the tensors are tiny and results must not depend on the machine's cores; the golden flag."""
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+# A suite that was started in the background has Ctrl-C ignored, and hands that on to the commands it runs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
