@@ -1,6 +1,7 @@
 """A user's mistakes: one line that names the thing and the fix, exit code 2, no traceback, nothing half-written."""
 
 import contextlib
+import importlib
 import errno
 import os
 import shutil
@@ -214,14 +215,14 @@ def test_a_prompt_that_cannot_be_said_is_refused_before_training(
 def test_an_interrupt_that_somebody_swallows_ends_the_run_all_the_same(
     run: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = sys.modules["phylon.train.prepare"]._tokenizer
+    real = importlib.import_module("phylon.train.prepare")._tokenizer
 
     def swallowing(*args: object) -> object:
         with contextlib.suppress(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         return real(*args)
 
-    monkeypatch.setattr(sys.modules["phylon.train.prepare"], "_tokenizer", swallowing)
+    monkeypatch.setattr(importlib.import_module("phylon.train.prepare"), "_tokenizer", swallowing)
     found = run("train", "tinygpt", "--out", tmp_path / "run", "--device", "cpu")
     assert found.code == 130
     assert found.err.endswith("phylon: interrupted\n")
