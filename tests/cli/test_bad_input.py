@@ -1,8 +1,8 @@
 """A user's mistakes: one line that names the thing and the fix, exit code 2, no traceback, nothing half-written."""
 
 import contextlib
-import importlib
 import errno
+import importlib
 import os
 import shutil
 import signal
