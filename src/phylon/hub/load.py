@@ -2,13 +2,12 @@
 
 import math
 import re
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import torch
 
-from phylon.checkpoint import Layout, TensorSource, identity, open_safetensors
-from phylon.checkpoint.source import DTYPES
+from phylon.checkpoint import Layout, LoadPlan, TensorSource, identity, open_safetensors
 from phylon.families import families
 from phylon.hub.describe import Description, describe
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
@@ -24,8 +23,9 @@ def load(
 ) -> Model:
     """A model in eval mode from a native folder, a Hugging Face folder, a ``.gguf`` file, or a known package name.
 
-    ``dtype`` of the parameters defaults to the stored one (fp32 for quantised files). Names, shapes and spans are
-    checked before anything is allocated; peak memory is the model and one tensor. Nothing is unpickled or executed.
+    ``dtype`` of the parameters defaults to the narrowest that rounds no stored one (fp32 for quantised files). Names,
+    shapes and spans are checked before anything is allocated; peak memory is the model and one tensor. Nothing is
+    unpickled or executed.
 
     Raises:
         UserError: the path, format, configuration or tensors do not fit; one line says what and how to mend it.
@@ -39,7 +39,7 @@ def load(
         plan = layout.plan(source.tensors, shapes, str(found.path))
     except UserError as error:
         raise UserError(f"{error}{_of_another_family(found, source)}") from None
-    materialise(model, resolve_dtype(dtype, _stored_dtype(source)), resolve_device(device))
+    materialise(model, resolve_dtype(dtype, _exact_dtype(plan, model, source)), resolve_device(device))
     layout.load(plan, source, stored_tensors(model))
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
@@ -138,15 +138,14 @@ def _fit(layouts: list[Layout], source: TensorSource) -> tuple[float, float]:
     return max(layout.fit(names) for layout in layouts)
 
 
-def _stored_dtype(source: TensorSource) -> torch.dtype:
-    """The dtype that holds the most numbers; fp32 where anything is quantised."""
-    sizes: dict[str, int] = {}
-    for info in source.tensors.values():
-        if info.dtype not in DTYPES:
-            return torch.float32
-        sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
-    floats = {name: size for name, size in sizes.items() if name in _COMPUTE}
-    return _COMPUTE[max(floats, key=floats.__getitem__)] if floats else torch.float32
+def _exact_dtype(plan: LoadPlan, model: Model, source: TensorSource) -> torch.dtype:
+    """The narrowest dtype that holds every stored parameter without rounding; fp32 where anything is quantised."""
+    learned = {name for name, tensor in stored_tensors(model).items() if isinstance(tensor, torch.nn.Parameter)}
+    stored = {source.tensors[name].dtype for move, names in plan.moves if learned & set(move.ours) for name in names}
+    if not stored <= set(_COMPUTE):
+        return torch.float32
+    dtypes = [_COMPUTE[name] for name in sorted(stored)]
+    return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
 def _gguf_vocabulary(source: TensorSource) -> tuple[Tokenizer | None, GenerationDefaults]:
