@@ -19,7 +19,8 @@ them, so that the first one that diverges can be named."""
 def compare(s: Subject, reference: Reference) -> list[Cell]:
     """One cell a value that ``reference`` gives, in the order of the forward pass; the first that diverges leads.
 
-    A reference that refuses (``UserError``) is one cell that does not apply. The bound, as a part of the largest value: 1e-5 a block in fp32, 16 roundings of the dtype in low precision.
+    A reference that refuses (``UserError``) is one cell that does not apply. The bound, as a part of the largest value:
+    1e-5 a block in fp32, 16 roundings of the dtype in low precision.
     """
     inputs = s.shared_inputs()
     try:

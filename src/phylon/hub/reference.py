@@ -8,6 +8,7 @@ outermost list that this module stands in is the list of blocks.
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -233,7 +234,7 @@ def _op_module(path: str, owner: _Owner, model: nn.Module) -> nn.Module | None:
 def _block_of(module: nn.Module, model: nn.Module) -> nn.Module | None:
     """The element of the outermost list that holds a module."""
     line = [module, *_ancestors(module, model)]
-    inside = [a for a, b in zip(line, line[1:], strict=False) if isinstance(b, nn.ModuleList)]
+    inside = [a for a, b in itertools.pairwise(line) if isinstance(b, nn.ModuleList)]
     return inside[-1] if inside else None
 
 
