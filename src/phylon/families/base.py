@@ -201,12 +201,16 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say."""
+    """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say.
+
+    ``departs``: why the reference's class computes something else than the configuration says, where it does.
+    """
 
     model_types: tuple[str, ...]
     read: Callable[[Config], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     layout: Callable[[ModelSpec], Layout]
+    departs: Callable[[ModelSpec], str | None] = lambda spec: None
 
 
 @dataclass(frozen=True, kw_only=True)
