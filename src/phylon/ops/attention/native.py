@@ -224,7 +224,9 @@ def _check() -> str | None:
     return None
 
 
-SOURCES = [Path(__file__).with_name(f) for f in ("native.cpp", "backward.h", "forward.h", "scores.h", "layout.h", "tile.h")]
+SOURCES = [
+    Path(__file__).with_name(f) for f in ("native.cpp", "backward.h", "forward.h", "scores.h", "layout.h", "tile.h")
+]
 LIBRARY = Library(
     "phylon.ops.attention.native",
     SOURCES,
