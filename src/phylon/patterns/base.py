@@ -35,7 +35,7 @@ class Records:
     segments: Tensor | None = None
     marks: Tensor | None = None
     lengths: Tensor | None = None
-    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def memo(self, key: Any, make: Callable[[], T]) -> T:
         """Compute once for these records what the blocks of a forward pass share (tile plans)."""

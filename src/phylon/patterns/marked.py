@@ -35,8 +35,8 @@ class Global(Mechanism, Pattern, frozen=True, kw_only=True):
 class Prefix(Mechanism, Pattern, frozen=True, kw_only=True):
     """Everybody sees the tokens marked ``mark``: ``Causal() | Prefix()`` is the prefix language model.
 
-    UniLM (arXiv:1905.03197), section 2.3, sequence to sequence; T5 (arXiv:1910.10683), section 3.2.1. Each row marks its
-    own prefix with ``marks`` (B, T); without any the model is causal. Cost: n p scores for a prefix of p tokens.
+    UniLM (arXiv:1905.03197), section 2.3, sequence to sequence; T5 (arXiv:1910.10683), section 3.2.1. Each row marks
+    its own prefix with ``marks`` (B, T); without any the model is causal. Cost: n p scores for a prefix of p tokens.
     """
 
     mark: int = 1

@@ -31,9 +31,9 @@ class TilePlan:
 
     With nQ = ceil(T / block_q) and nK = ceil(S / block_k), row ``r = (b * heads + h) * nQ + i`` of the map keeps the
     tiles ``row_starts[r]`` to ``row_starts[r + 1]`` of ``key_tiles`` (int32, ascending): the key tile, and in ``masks``
-    (int32) ``FULL`` or the index of its mask in ``bits``. ``bits`` (masks, block_q, block_k / 8) uint8: bit ``j % 8`` of
-    byte ``j // 8`` says whether the query may see key ``j`` of the tile; beyond T and S it is 0. A full tile at the end
-    is full for the tokens that exist. ``columns`` is the same map by key tiles.
+    (int32) ``FULL`` or the index of its mask in ``bits``. ``bits`` (masks, block_q, block_k / 8) uint8: bit ``j % 8``
+    of byte ``j // 8`` says whether the query may see key ``j`` of the tile; beyond T and S it is 0. A full tile at the
+    end is full for the tokens that exist. ``columns`` is the same map by key tiles.
     """
 
     block_q: int
