@@ -136,6 +136,11 @@ class Config:
         self._stored = stored
         self.where = where
 
+    def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
+        """The same file with other values of some keys, and without those that are understood already."""
+        data = {key: value for key, value in self._data.items() if key not in without}
+        return Config(data | dict(changes), self.where, self._stored)
+
     def stores(self, part: str, default: bool) -> bool:
         """Whether a tensor with ``part`` in its name lies beside the file; ``default`` where that is not known.
 

@@ -23,6 +23,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -224,7 +225,12 @@ register_family(
             "mpt-30b": partial(_mpt, d_model=7168, n_layers=48, n_heads=64, max_seq_len=8192),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("mpt",), read=read_config, write=write_config, layout=hf_layout, departs=departs),
+        hf=decoder_format(
+            HFFormat(model_types=("mpt",), read=read_config, write=write_config, layout=hf_layout, departs=departs),
+            "Mpt",
+            base="transformer.",
+            token="classifier",
+        ),
         # The model cards' sizes; in full from the reference class on the meta device.
         golden={
             "mpt-7b": 6_649_286_656,
