@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import WIDTH, decoder, pre, wrapped
 
+from helpers import WIDTH, decoder, pre, wrapped
 from phylon.hub import load_adapter, save_adapter
 from phylon.layers.ffn.mlp import GLU, MLP
 from phylon.layers.ffn.moe import MoE

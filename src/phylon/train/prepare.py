@@ -22,7 +22,9 @@ from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
 from phylon.train.machine import check_threads
 from phylon.train.objective import Batch
+from phylon.train.pretrained import apply_tune, check_tune, load_start, start_tokenizer
 from phylon.train.recipe import DataRecipe, InlineTexts, Recipe, model_spec
+from phylon.train.vocabulary import Loaded
 
 # Below this many documents whole ones make a poor held-out part, and the end of the text is held out instead.
 FEW_DOCUMENTS = 50
@@ -49,7 +51,7 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
     resolve_device(device)
     check_threads(recipe.run.threads)
     spec = model_spec(recipe, PROVISIONAL_VOCAB)
-    build_meta(spec)
+    check_tune(build_meta(spec), recipe.tune)
     check_length(spec, recipe)
     source = recipe_source(recipe.data) if source is None else source
     next(iter(source.documents()), None)
@@ -65,7 +67,7 @@ def prepare(
     """
     data = recipe.data
     training, held = _split(source, data.held_out)
-    tokenizer = load_tokenizer(out / "tokenizer") if resume else _tokenizer(data, training, out / "tokenizer", say)
+    tokenizer = load_tokenizer(out / "tokenizer") if resume else _tokenizer(recipe, training, out / "tokenizer", say)
     made(tokenizer)
     spec = model_spec(recipe, tokenizer.vocab_size)
     check_vocabulary(spec, tokenizer)
@@ -76,11 +78,12 @@ def prepare(
         store, held_store = _cut(store, data)
     say(f"{store.n_tokens:,} tokens in {store.n_documents:,} documents, vocabulary {tokenizer.vocab_size:,}")
     loader = Loader(PackedRows(store, data.seq_len), recipe.run.batch_size, recipe.run.seed)
-    model = build(spec, seed=recipe.run.seed, device=device)
+    model = _model(recipe, spec, device, say)
     model.tokenizer = tokenizer
-    model.generation = GenerationDefaults(
-        bos_id=tokenizer.bos_id, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
-    )
+    if "from" not in recipe.model:
+        model.generation = GenerationDefaults(
+            bos_id=tokenizer.bos_id, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
+        )
     held_out = None if held_store is None else _batches(held_store, recipe)
     return Prepared(tokenizer, loader, held_out, model)
 
@@ -152,9 +155,25 @@ def _cut(store: TokenStore, data: DataRecipe) -> tuple[TokenStore, TokenStore]:
     return store.slice(0, store.n_tokens - held), store.slice(store.n_tokens - held, store.n_tokens)
 
 
-def _tokenizer(data: DataRecipe, source: Source, folder: Path, say: Say) -> Tokenizer:
-    say("making the tokenizer")
-    tokenizer = data.tokenizer.make(lambda: (document.text for document in source.documents()))
+def _model(recipe: Recipe, spec: ModelSpec, device: str, say: Say) -> Model:
+    """A new model, or the one to go on from, with what the recipe's ``[tune]`` says about it."""
+    seed, tune = recipe.run.seed, recipe.tune
+    if "from" in recipe.model:
+        say(f"loading '{recipe.model['from']}'")
+        model = load_start(recipe.model, spec, seed, device)
+    else:
+        model = build(spec, seed=seed, device=device)
+    apply_tune(model, tune)
+    return model
+
+
+def _tokenizer(recipe: Recipe, source: Source, folder: Path, say: Say) -> Tokenizer:
+    wanted = recipe.data.tokenizer
+    if "from" in recipe.model and not isinstance(wanted, Loaded):
+        tokenizer = start_tokenizer(recipe.model)
+    else:
+        say("making the tokenizer")
+        tokenizer = wanted.make(lambda: (document.text for document in source.documents()))
     tokenizer.save(folder)
     return tokenizer
 

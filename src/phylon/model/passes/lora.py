@@ -47,6 +47,8 @@ class _Adapted(Part):
     """
 
     lora: Lora
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
 
     @property
     def factor(self) -> float:
@@ -54,7 +56,7 @@ class _Adapted(Part):
 
     def delta(self) -> Tensor:
         """``(alpha / rank) B A``, in the dtype of ``A``."""
-        return self.factor * (self._parameters["lora_B"] @ self._parameters["lora_A"])  # type: ignore[operator]
+        return self.factor * (self.lora_B @ self.lora_A)
 
 
 class LoraLinear(_Adapted, Linear):
@@ -67,10 +69,10 @@ class LoraLinear(_Adapted, Linear):
             frozen = self._parameters["weight"]
             return frozen + self.delta().to(frozen.dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out = F.linear(x, self._parameters["weight"], self.bias)  # type: ignore[arg-type]
+    def forward(self, input: Tensor) -> Tensor:
+        out = F.linear(input, self._parameters["weight"], self.bias)  # type: ignore[arg-type]
         rate = self.lora.dropout if self.training else 0.0
-        inner = F.linear(F.dropout(x, rate) if rate else x, self.lora_A.to(x.dtype))
+        inner = F.linear(F.dropout(input, rate) if rate else input, self.lora_A.to(input.dtype))
         return out + F.linear(inner, self.lora_B.to(inner.dtype)) * self.factor
 
 
@@ -153,4 +155,5 @@ def _adapt(module: nn.Module, lora: Lora, generator: torch.Generator) -> None:
     b = torch.zeros(*lead, n_out, lora.rank, dtype=dtype, device=weight.device)
     module.register_parameter("lora_B", nn.Parameter(b))
     module.__class__ = ADAPTED[type(module)]
+    assert isinstance(module, _Adapted)
     module.lora = lora
