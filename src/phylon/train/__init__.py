@@ -6,12 +6,11 @@ from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
 from phylon.train.metrics import read_metrics
 from phylon.train.muon import Muon
-from phylon.train.objective import NextToken
+from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW
 from phylon.train.progress import ProgressLine
 from phylon.train.recipe import (
     DataRecipe,
-    InlineTexts,
     Recipe,
     RunRecipe,
     TuneRecipe,
@@ -36,13 +35,13 @@ __all__ = [
     "Characters",
     "Constant",
     "DataRecipe",
-    "InlineTexts",
     "Interrupted",
     "InverseSqrt",
     "Linear",
     "Loaded",
     "Muon",
     "NextToken",
+    "Objective",
     "ProgressLine",
     "Recipe",
     "RunRecipe",

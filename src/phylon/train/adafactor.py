@@ -13,11 +13,12 @@ from phylon.train.updates import Updates
 class Adafactor(Mechanism, Optimizer, frozen=True, kw_only=True):
     """``X <- X - alpha U / max(1, rms(U) / d)`` with ``U = G / sqrt(V)``.
 
-    Shazeer and Stern (arXiv:1804.04235), algorithms 4 and 5. For a matrix (or a stack of them) ``V = R C / mean(R)``, with ``R`` (rows) and ``C`` (columns) running means of
-    ``G^2 + eps1``; otherwise ``V`` is kept whole. Their decay at update t is ``1 - t^decay_power`` (section 7.2). The
-    step is relative, ``alpha = lr max(eps2, rms(X))`` (section 8): ``lr`` is the paper's rho. No first moment. T5
-    (arXiv:1910.10683, section 3.1.2) uses this with inverse-square-root rates to pre-train and 1e-3 to fine-tune.
-    ``weight_decay`` is decoupled, times ``lr``, for two dimensions or more. ``clip`` bounds the global gradient norm.
+    Shazeer and Stern (arXiv:1804.04235), algorithms 4 and 5. For a matrix (or a stack of them) ``V = R C / mean(R)``,
+    with ``R`` (rows) and ``C`` (columns) running means of ``G^2 + eps1``; otherwise ``V`` is kept whole. Their decay at
+    update t is ``1 - t^decay_power`` (section 7.2). The step is relative, ``alpha = lr max(eps2, rms(X))`` (section 8):
+    ``lr`` is the paper's rho. No first moment. T5 (arXiv:1910.10683, section 3.1.2) uses this with inverse-square-root
+    rates to pre-train and 1e-3 to fine-tune. ``weight_decay`` is decoupled, times ``lr``, for two dimensions or more.
+    ``clip`` bounds the global gradient norm.
     """
 
     lr: float = 1e-2
