@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phylon.data.labelled import Classes, class_number, read_answers, read_texts, read_words, score
-from phylon.data.parallel import Aligned, Pair, table_pairs
+from phylon.data.documents import Record
+from phylon.data.parallel import Aligned
 from phylon.data.table import Table
 from phylon.spec import UserError, from_data, to_data
 
@@ -31,19 +32,19 @@ def test_every_kind_of_table_gives_the_same_rows(tmp_path):
         "t.tsv.gz": 'text\tlabel\na b\tx\nc "d"\ty',
     }
     for name, text in tables.items():
-        found = list(Table(path=made(tmp_path, name, text)).rows())
-        assert [row.values for row in found] == rows, name
-    assert [row.where for row in Table(path=str(tmp_path / "t.tsv")).rows()] == ["t.tsv:2", "t.tsv:4"]
+        found = list(Table(path=made(tmp_path, name, text)).records())
+        assert [row.fields for row in found] == rows, name
+    assert [row.name for row in Table(path=str(tmp_path / "t.tsv")).records()] == ["t.tsv:2", "t.tsv:4"]
     bare = Table(path=made(tmp_path, "bare.tsv", "a\tb\n"), columns=("en", "de"))
-    assert [row.values for row in bare.rows()] == [{"en": "a", "de": "b"}]
+    assert [row.fields for row in bare.records()] == [{"en": "a", "de": "b"}]
     assert from_data(Table, to_data(bare)) == bare
     assert bare.fingerprint() != Table(path=bare.path, columns=("de", "en")).fingerprint()
 
 
 def test_a_quoted_cell_may_hold_lines_and_a_text_any_other_separator(tmp_path):
     table = Table(path=made(tmp_path, "t.csv", 'text,label\n"two\nlines, one cell",1\nnext\x0bline\u2028end,2\n'))
-    assert [row["text"] for row in table.rows()] == ["two\nlines, one cell", "next\x0bline\u2028end"]
-    assert [row.where for row in table.rows()] == ["t.csv:3", "t.csv:4"]
+    assert [row.fields["text"] for row in table.records()] == ["two\nlines, one cell", "next\x0bline\u2028end"]
+    assert [row.name for row in table.records()] == ["t.csv:3", "t.csv:4"]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +54,13 @@ def test_a_quoted_cell_may_hold_lines_and_a_text_any_other_separator(tmp_path):
         ("t.tsv", "text\ttext\na\tb\n", r"t.tsv:1: a heading names each column once"),
         ("t.tsv", "", r"holds no rows"),
         ("t.tsv", "text\tlabel\n", r"holds no rows"),
-        ("t.tsv", "text\tlabels\na\tb\n", r"t.tsv:2: no column 'label' \(did you mean 'labels'\?\)"),
+        ("t.tsv", "text\tlabels\na\tb\n", r"t.tsv:2: no field 'label' \(did you mean 'labels'\?\)"),
         ("t.tsv", "text\tlabel\na\t \n", r"t.tsv:2: the label in 'label' is missing"),
-        ("t.tsv", "text\tlabel\n \t1\n", r"t.tsv:2: the column 'text' is empty"),
+        ("t.tsv", "text\tlabel\n \t1\n", r"t.tsv:2: the field 'text' is empty"),
         ("t.csv", 'text,label\n"a,1\n', r"t.csv:\d: not CSV"),
         ("t.jsonl", '{"text": "a", "label": 1}\n[1]\n', r"t.jsonl:2: not a JSON object but list"),
         ("t.jsonl", '{"text": "a", "label": 1}\n{"text"\n', r"t.jsonl:2: not JSON"),
-        ("t.jsonl", '{"text": 3, "label": 1}\n', r"t.jsonl:1: the column 'text' is not text but int"),
+        ("t.jsonl", '{"text": 3, "label": 1}\n', r"t.jsonl:1: the field 'text' is not text but int"),
         ("t.jsonl", '{"text": "a", "label": null}\n', r"t.jsonl:1: the label in 'label' is missing"),
         ("t.jsonl", '{"text": "a", "label": [1]}\n', r"t.jsonl:1: the label in 'label' is a list"),
     ],
@@ -71,19 +72,19 @@ def test_what_is_wrong_is_named_with_file_and_line(tmp_path, name, text, message
 
 def test_files_that_cannot_be_read_are_named(tmp_path):
     with pytest.raises(UserError, match=r"cannot read '.*missing.tsv': no such file"):
-        list(Table(path=str(tmp_path / "missing.tsv")).rows())
+        list(Table(path=str(tmp_path / "missing.tsv")).records())
     with pytest.raises(UserError, match=r"cannot tell what kind of table 'a.xls'"):
-        list(Table(path="a.xls").rows())
+        list(Table(path="a.xls").records())
     (tmp_path / "latin.tsv").write_bytes(b"a\tb\ncaf\xe9\tx\n")
     with pytest.raises(UserError, match=r"latin.tsv:2: not UTF-8 text \(byte 0xe9\)"):
-        list(Table(path=str(tmp_path / "latin.tsv")).rows())
+        list(Table(path=str(tmp_path / "latin.tsv")).records())
     whole = gzip.compress(b"a\tb\n" * 9000)
     (tmp_path / "cut.tsv.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match=r"'.*cut.tsv.gz' is damaged after line"):
-        list(Table(path=str(tmp_path / "cut.tsv.gz"), columns=("a", "b")).rows())
+        list(Table(path=str(tmp_path / "cut.tsv.gz"), columns=("a", "b")).records())
     (tmp_path / "no.tsv.gz").write_bytes(b"a\tb\n")
     with pytest.raises(UserError, match=r"no.tsv.gz' is damaged"):
-        list(Table(path=str(tmp_path / "no.tsv.gz")).rows())
+        list(Table(path=str(tmp_path / "no.tsv.gz")).records())
 
 
 def test_classes_are_numbered_by_size_or_name():
@@ -118,7 +119,7 @@ def test_words_and_their_labels(tmp_path):
     assert (row.words, row.labels) == (["New York"], [3])
     for text, message in [
         ('{"w": ["a", "b"], "l": [1]}', "t.jsonl:1: 2 words and 1 labels"),
-        ('{"w": [], "l": []}', "t.jsonl:1: the column 'w' must hold words"),
+        ('{"w": [], "l": []}', "t.jsonl:1: the field 'w' must hold words"),
         ('{"w": [4], "l": [1]}', "t.jsonl:1: a word of 'w' is not text: 4"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -143,12 +144,11 @@ def test_answers_stand_where_they_say(tmp_path):
         list(read_answers(bad, "q", "c", "a", "s"))
 
 
-def test_aligned_files_and_columns_are_the_same_pairs(tmp_path):
+def test_aligned_files_are_pairs(tmp_path):
     english, german = made(tmp_path, "a.en", "one\n\n two \n"), made(tmp_path, "a.de.gz", "eins\n\nzwei")
-    found = list(Aligned(source=english, target=german).pairs())
-    assert found == [Pair("one", "eins", "a.en:1"), Pair("two", "zwei", "a.en:3")]
-    table = Table(path=made(tmp_path, "t.tsv", "one\teins\ntwo\tzwei\n"), columns=("en", "de"))
-    assert [pair[:2] for pair in table_pairs(table, "en", "de")] == [pair[:2] for pair in found]
+    found = list(Aligned(source=english, target=german).records())
+    expected = [({"source": "one", "target": "eins"}, "a.en:1"), ({"source": "two", "target": "zwei"}, "a.en:3")]
+    assert [(dict(pair.fields), pair.name) for pair in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_aligned_files_and_columns_are_the_same_pairs(tmp_path):
 def test_files_that_are_not_aligned_are_refused(tmp_path, source, target, message):
     pairs = Aligned(source=made(tmp_path, "a.en", source), target=made(tmp_path, "a.de", target))
     with pytest.raises(UserError, match=message):
-        list(pairs.pairs())
+        list(pairs.records())
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\t\n\r\ufeff", exclude_categories=("Cs",)), min_size=1)))
@@ -173,13 +173,13 @@ def test_any_text_without_tabs_comes_back_from_a_tsv(tmp_path_factory, texts):
         return
     folder = tmp_path_factory.mktemp("tsv")
     table = Table(path=made(folder, "t.tsv", "".join(f"{text}\t1\n" for text in texts)), columns=("a", "b"))
-    assert [row["a"] for row in table.rows()] == texts
+    assert [row.fields["a"] for row in table.records()] == texts
 
 
 def test_the_real_pairs():
     path = SHARED / "libreoffice-help-en-de" / "en-de.tsv.gz"
     if not path.exists():
         pytest.skip("no ../shared/data/libreoffice-help-en-de here")
-    pairs = list(table_pairs(Table(path=str(path), columns=("en", "de")), "en", "de"))
+    pairs = list(Table(path=str(path), columns=("en", "de")).records())
     assert len(pairs) == 34_096
-    assert pairs[0] == Pair("! (Exclamation point)", "! (Ausrufezeichen)", "en-de.tsv.gz:1")
+    assert pairs[0] == Record({"en": "! (Exclamation point)", "de": "! (Ausrufezeichen)"}, "en-de.tsv.gz:1")

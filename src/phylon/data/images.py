@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phylon.data.documents import digest, file_stamps
+from phylon.data.documents import DataSource, digest, file_stamps
 from phylon.data.labelled import class_number
-from phylon.spec.base import Spec
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, system_reason
+from phylon.spec.registry import register
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -46,7 +47,7 @@ class Images:
         raise NotImplementedError
 
 
-class ImageFolder(Spec, frozen=True, kw_only=True, tag_field="kind", tag="image_folder"):
+class ImageFolder(Mechanism, DataSource, frozen=True, kw_only=True):
     """A folder with a folder of images for each class, which are numbered by name.
 
     ``channels`` 1 reads every image as grey, 3 as RGB. Needs Pillow (``phylon[images]``).
@@ -80,7 +81,7 @@ class ImageFolder(Spec, frozen=True, kw_only=True, tag_field="kind", tag="image_
         return self.open().fingerprint
 
 
-class ImageArrays(Spec, frozen=True, kw_only=True, tag_field="kind", tag="image_arrays"):
+class ImageArrays(Mechanism, DataSource, frozen=True, kw_only=True):
     """Two arrays: ``images`` uint8 (N, H, W) or (N, H, W, C), ``labels`` whole numbers (N,) from 0.
 
     Files are IDX (MNIST's format), ``.npy``, or ``.npz`` with the arrays ``images`` and ``labels`` (one file may hold
@@ -203,3 +204,7 @@ def _pillow() -> Any:
     except ImportError:
         raise UserError("folders of images need Pillow: pip install 'phylon[images]'") from None
     return pillow
+
+
+register(ImageFolder, paper="none", cases=lambda: [ImageFolder(path="images"), ImageFolder(path="images", channels=1)])
+register(ImageArrays, paper="none", cases=lambda: [ImageArrays(images="x.npy", labels="y.npy")])

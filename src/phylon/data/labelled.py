@@ -1,15 +1,22 @@
-"""Labelled texts, words and answers: from the rows of a table to examples, each with the file and line it came from."""
+"""Labelled texts, words and answers: from records to examples, each with the file and line it came from."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from phylon.data.table import Cells, Table
+from phylon.data.documents import Record
+from phylon.data.table import text_of, value_of
 from phylon.spec.errors import UserError, did_you_mean
 
 
+class Records(Protocol):
+    """What gives records: a source, or a part of one."""
+
+    def records(self) -> Iterator[Record]: ...
+
+
 class LabelledText(NamedTuple):
-    """A text (or a pair of them) and its label as the table holds it."""
+    """A text (or a pair of them) and its label as the record holds it."""
 
     text: str
     pair: str | None
@@ -38,50 +45,53 @@ class Answered(NamedTuple):
     where: str
 
 
-def read_texts(table: Table, text: str, pair: str | None, label: str) -> Iterator[LabelledText]:
-    """The rows of a table as labelled texts; the arguments name its columns."""
-    for row in table.rows():
-        yield LabelledText(row.text(text), None if pair is None else row.text(pair), _label(row, label), row.where)
+def read_texts(source: Records, text: str, pair: str | None, label: str) -> Iterator[LabelledText]:
+    """The records of a source as labelled texts; the arguments name its fields."""
+    for row in source.records():
+        second = None if pair is None else text_of(row, pair)
+        yield LabelledText(text_of(row, text), second, _label(row, label), row.name)
 
 
-def read_words(table: Table, words: str, labels: str) -> Iterator[LabelledWords]:
-    """The rows as labelled words: lists in JSON, or words between spaces with as many labels between spaces."""
-    for row in table.rows():
+def read_words(source: Records, words: str, labels: str) -> Iterator[LabelledWords]:
+    """The records as labelled words: lists in JSON, or words between spaces with as many labels between spaces."""
+    for row in source.records():
         found = _list(row, words), _list(row, labels)
         if len(found[0]) != len(found[1]):
             raise UserError(
-                f"{row.where}: {len(found[0])} words and {len(found[1])} labels; there must be one for each"
+                f"{row.name}: {len(found[0])} words and {len(found[1])} labels; there must be one for each"
             )
         for word in found[0]:
             if not isinstance(word, str) or not word.strip():
-                raise UserError(f"{row.where}: a word of '{words}' is not text: {word!r}")
-        yield LabelledWords(*found, row.where)
+                raise UserError(f"{row.name}: a word of '{words}' is not text: {word!r}")
+        yield LabelledWords(*found, row.name)
 
 
-def read_answers(table: Table, question: str, context: str, answer: str, start: str) -> Iterator[Answered]:
-    """The rows as questions on a context (SQuAD, arXiv:1606.05250).
+def read_answers(source: Records, question: str, context: str, answer: str, start: str) -> Iterator[Answered]:
+    """The records as questions on a context (SQuAD, arXiv:1606.05250).
 
     ``answer`` holds the text, ``start`` the character where it begins in the context; both empty (or null) say that
     there is none (SQuAD 2.0, arXiv:1806.03822). A JSON list of answers may hold several; ``start`` is the first one's.
     An answer that is not where ``start`` says is refused.
     """
-    for row in table.rows():
-        answers = tuple(a for a in (row[answer] if isinstance(row[answer], list) else [row[answer]]) if a)
-        asked, given = row.text(question), row.text(context)
+    for row in source.records():
+        given = value_of(row, answer)
+        answers = tuple(a for a in (given if isinstance(given, list) else [given]) if a)
+        asked, passage = text_of(row, question), text_of(row, context)
         if not answers:
-            yield Answered(asked, given, (), None, row.where)
+            yield Answered(asked, passage, (), None, row.name)
             continue
-        at = row[start][0] if isinstance(row[start], list) and row[start] else row[start]
+        at = value_of(row, start)
+        at = at[0] if isinstance(at, list) and at else at
         begin = _whole(at)
         if begin is None:
-            raise UserError(f"{row.where}: '{start}' must be the character where the answer begins, got {at!r}")
+            raise UserError(f"{row.name}: '{start}' must be the character where the answer begins, got {at!r}")
         if not all(isinstance(a, str) for a in answers):
-            raise UserError(f"{row.where}: the column '{answer}' is not text")
-        if begin < 0 or given[begin : begin + len(answers[0])] != answers[0]:
-            hint = given.find(answers[0])
+            raise UserError(f"{row.name}: the field '{answer}' is not text")
+        if begin < 0 or passage[begin : begin + len(answers[0])] != answers[0]:
+            hint = passage.find(answers[0])
             fix = f"; it stands at {hint}" if hint >= 0 else "; the context does not hold it"
-            raise UserError(f"{row.where}: the answer {answers[0][:40]!r} is not at character {begin}{fix}")
-        yield Answered(asked, given, answers, begin, row.where)
+            raise UserError(f"{row.name}: the answer {answers[0][:40]!r} is not at character {begin}{fix}")
+        yield Answered(asked, passage, answers, begin, row.name)
 
 
 class Classes:
@@ -133,20 +143,20 @@ def score(label: Any, where: str) -> float:
     return number
 
 
-def _label(row: Cells, column: str) -> Any:
-    label = row[column]
+def _label(row: Record, field: str) -> Any:
+    label = value_of(row, field)
     if label is None or (isinstance(label, str) and not label.strip()):
-        raise UserError(f"{row.where}: the label in '{column}' is missing")
+        raise UserError(f"{row.name}: the label in '{field}' is missing")
     if isinstance(label, list | dict):
-        raise UserError(f"{row.where}: the label in '{column}' is a {type(label).__name__}, not a name or number")
+        raise UserError(f"{row.name}: the label in '{field}' is a {type(label).__name__}, not a name or number")
     return label.strip() if isinstance(label, str) else label
 
 
-def _list(row: Cells, column: str) -> list[Any]:
-    value = row[column]
+def _list(row: Record, field: str) -> list[Any]:
+    value = value_of(row, field)
     found = value.split() if isinstance(value, str) else value
     if not isinstance(found, list) or not found:
-        raise UserError(f"{row.where}: the column '{column}' must hold words, got {value!r}")
+        raise UserError(f"{row.name}: the field '{field}' must hold words, got {value!r}")
     return found
 
 

@@ -1,32 +1,27 @@
-"""Sentence pairs of two languages: two aligned files, or two columns of a table."""
+"""Sentence pairs of two languages in two files, line by line."""
 
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from phylon.data.documents import digest, file_stamps
-from phylon.data.table import Table, read_lines
-from phylon.spec.base import Spec
+from phylon.data.documents import DataSource, Record, digest, file_stamps
+from phylon.data.table import read_lines
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
+from phylon.spec.registry import register
 
 
-class Pair(NamedTuple):
-    """A text and its translation."""
+class Aligned(Mechanism, DataSource, frozen=True, kw_only=True):
+    """Two UTF-8 files (or ``.gz``) of as many lines, line by line translations of each other.
 
-    source: str
-    target: str
-    where: str
-
-
-class Aligned(Spec, frozen=True, kw_only=True, tag_field="kind", tag="aligned"):
-    """Two UTF-8 files (or ``.gz``) of as many lines, line by line translations of each other. Lines empty in both are
-    passed over; a line that is empty in one alone is refused."""
+    Records have the fields ``source`` and ``target``. Lines empty in both are passed over; a line that is empty in one
+    alone is refused.
+    """
 
     source: str
     target: str
 
-    def pairs(self) -> Iterator[Pair]:
+    def records(self) -> Iterator[Record]:
         name, found = Path(self.source).name, False
         lines = itertools.zip_longest(read_lines(Path(self.source)), read_lines(Path(self.target)))
         for one, other in lines:
@@ -39,7 +34,7 @@ class Aligned(Spec, frozen=True, kw_only=True, tag_field="kind", tag="aligned"):
                 raise UserError(f"{name}:{number}: the line is empty in one of the two files; leave it out of both")
             if source.strip():
                 found = True
-                yield Pair(source.strip(), target.strip(), f"{name}:{number}")
+                yield Record({"source": source.strip(), "target": target.strip()}, f"{name}:{number}")
         if not found:
             raise UserError(f"'{self.source}' holds no text")
 
@@ -47,7 +42,4 @@ class Aligned(Spec, frozen=True, kw_only=True, tag_field="kind", tag="aligned"):
         return digest("aligned", file_stamps([Path(self.source), Path(self.target)]))
 
 
-def table_pairs(table: Table, source: str, target: str) -> Iterator[Pair]:
-    """Two columns of a table as pairs."""
-    for row in table.rows():
-        yield Pair(row.text(source).strip(), row.text(target).strip(), row.where)
+register(Aligned, paper="none", cases=lambda: [Aligned(source="a.en", target="a.de")])

@@ -4,45 +4,39 @@ import csv
 import gzip
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from phylon.data.documents import digest, file_stamps
-from phylon.spec.base import Spec
+from phylon.data.documents import DataSource, Record, digest, file_stamps
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean, system_reason
+from phylon.spec.registry import register
 
 KINDS = (".tsv", ".csv", ".jsonl")
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """One row: its values by column (text, or whatever JSON holds), and ``file:line`` for messages."""
-
-    values: dict[str, Any]
-    where: str
-
-    def __getitem__(self, column: str) -> Any:
-        """The value of a column; a near-miss hint where there is none."""
-        if column not in self.values:
-            known = ", ".join(map(str, self.values))
-            raise UserError(f"{self.where}: no column '{column}'{did_you_mean(column, self.values)}; it has {known}")
-        return self.values[column]
-
-    def text(self, column: str) -> str:
-        """The text of a column; empty or another type is refused."""
-        value = self[column]
-        if not isinstance(value, str):
-            raise UserError(f"{self.where}: the column '{column}' is not text but {type(value).__name__}")
-        if not value.strip():
-            raise UserError(f"{self.where}: the column '{column}' is empty")
-        return value
+def value_of(record: Record, field: str) -> Any:
+    """The value of a field; a near-miss hint where there is none."""
+    if field not in record.fields:
+        known = ", ".join(map(str, record.fields))
+        raise UserError(f"{record.name}: no field '{field}'{did_you_mean(field, record.fields)}; it has {known}")
+    return record.fields[field]
 
 
-class Table(Spec, frozen=True, kw_only=True, tag_field="kind", tag="table"):
-    """A ``.tsv``, ``.csv`` or ``.jsonl`` file, or one of these with ``.gz`` behind.
+def text_of(record: Record, field: str) -> str:
+    """The text of a field; empty or another type is refused."""
+    value = value_of(record, field)
+    if not isinstance(value, str):
+        raise UserError(f"{record.name}: the field '{field}' is not text but {type(value).__name__}")
+    if not value.strip():
+        raise UserError(f"{record.name}: the field '{field}' is empty")
+    return value
+
+
+class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
+    """Records of named fields: a ``.tsv``, ``.csv`` or ``.jsonl`` file, or one of these with ``.gz`` behind.
 
     ``columns`` names the columns of a TSV or CSV file without a heading; left out, the first line is the heading. A TSV
     cell is what stands between two tabs, quotes included; CSV cells may be quoted (RFC 4180). Blank lines are passed
@@ -66,19 +60,19 @@ class Table(Spec, frozen=True, kw_only=True, tag_field="kind", tag="table"):
             raise UserError(f"cannot tell what kind of table '{self.path}' is; give {', '.join(KINDS)}, or their .gz")
         return suffix
 
-    def rows(self) -> Iterator[Cells]:
-        """Every row in the order of the file; nothing to give is an error."""
+    def records(self) -> Iterator[Record]:
+        """Every row in the order of the file, named ``file:line``; nothing to give is an error."""
         found = False
-        for cells in self._json() if self.suffix == ".jsonl" else self._separated():
+        for record in self._json() if self.suffix == ".jsonl" else self._separated():
             found = True
-            yield cells
+            yield record
         if not found:
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
         return digest("table", self.columns, file_stamps([Path(self.path)]))
 
-    def _separated(self) -> Iterator[Cells]:
+    def _separated(self) -> Iterator[Record]:
         name = Path(self.path).name
         columns = None if self.columns is None else list(self.columns)
         for number, cells in self._cells():
@@ -90,7 +84,7 @@ class Table(Spec, frozen=True, kw_only=True, tag_field="kind", tag="table"):
             elif len(cells) != len(columns):
                 raise UserError(f"{where}: {len(cells)} cells for the {len(columns)} columns {', '.join(columns)}")
             else:
-                yield Cells(dict(zip(columns, cells, strict=True)), where)
+                yield Record(dict(zip(columns, cells, strict=True)), where)
 
     def _cells(self) -> Iterator[tuple[int, list[str]]]:
         lines = read_lines(Path(self.path))
@@ -107,7 +101,7 @@ class Table(Spec, frozen=True, kw_only=True, tag_field="kind", tag="table"):
         except csv.Error as error:
             raise UserError(f"{Path(self.path).name}:{reader.line_num}: not CSV ({error})") from None
 
-    def _json(self) -> Iterator[Cells]:
+    def _json(self) -> Iterator[Record]:
         name = Path(self.path).name
         for number, line in read_lines(Path(self.path)):
             if not line.strip():
@@ -119,7 +113,7 @@ class Table(Spec, frozen=True, kw_only=True, tag_field="kind", tag="table"):
                 raise UserError(f"{where}: not JSON ({error})") from None
             if not isinstance(value, dict):
                 raise UserError(f"{where}: not a JSON object but {type(value).__name__}")
-            yield Cells(value, where)
+            yield Record(value, where)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -140,3 +134,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"'{path}' is damaged after line {number}: {error}") from None
     except OSError as error:
         raise UserError(f"cannot read '{path}': {system_reason(error)}") from None
+
+
+register(
+    Table,
+    paper="none",
+    cases=lambda: [Table(path="a.tsv"), Table(path="a.csv.gz", columns=("text", "label")), Table(path="a.jsonl")],
+)
