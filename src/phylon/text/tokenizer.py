@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -18,6 +19,7 @@ from phylon.text.chat import ChatTemplate
 from phylon.text.stream import ByteDecoder, StreamDecoder
 
 Span = tuple[int, int]
+SENTINEL = "<extra_id_{}>"
 
 
 class Joint(NamedTuple):
@@ -74,6 +76,40 @@ class Tokenizer:
     @cached_property
     def _affixes(self) -> list[int]:
         return self.backend.encode("", add_special_tokens=True).ids
+
+    @cached_property
+    def cls_id(self) -> int | None:
+        """The token in front of a text for a classifier: ``[CLS]``, or RoBERTa's BOS (it has a mask)."""
+        found = self._named("[CLS]")
+        return self.bos_id if found is None and self.mask_id is not None else found
+
+    @cached_property
+    def sep_id(self) -> int | None:
+        """The token behind each text of a pair: ``[SEP]``, or RoBERTa's EOS."""
+        eos = self.eos_ids[0] if self.eos_ids and self.mask_id is not None else None
+        found = self._named("[SEP]")
+        return eos if found is None else found
+
+    @cached_property
+    def mask_id(self) -> int | None:
+        """What stands in the place of a hidden token: the special token ``[MASK]``, or ``<mask>``."""
+        return self._named("[MASK]", "<mask>")
+
+    @cached_property
+    def sentinel_ids(self) -> tuple[int, ...]:
+        """T5's marks of hidden spans, ``<extra_id_0>`` first."""
+        found = itertools.takewhile(lambda i: i is not None, map(self._named, map(SENTINEL.format, itertools.count())))
+        return tuple(i for i in found if i is not None)
+
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of all special tokens, sorted: what no text consists of."""
+        return tuple(sorted(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special))
+
+    def _named(self, *names: str) -> int | None:
+        """The id of the first of these names that is a special token here."""
+        special = {t.content: i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
+        return next((special[name] for name in names if name in special), None)
 
     @property
     def add_bos(self) -> bool:
@@ -179,9 +215,10 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     def special_tokens(self) -> dict[str, str]:
-        """``{"bos_token": …, "eos_token": …, "pad_token": …, "unk_token": …}``, those that exist."""
+        """``{"bos_token": …, "eos_token": …, "pad_token": …, "unk_token": …}`` and BERT's, those that exist."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
         ids |= {"pad_token": self.pad_id, "unk_token": self.unk_id}
+        ids |= {"cls_token": self.cls_id, "sep_token": self.sep_id, "mask_token": self.mask_id}
         return {name: self.token(id) for name, id in ids.items() if id is not None}
 
     @property

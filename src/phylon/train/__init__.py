@@ -4,12 +4,11 @@ from phylon.spec.package import make_callable
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
 from phylon.train.metrics import read_metrics
-from phylon.train.objective import NextToken
+from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW
 from phylon.train.progress import ProgressLine
 from phylon.train.recipe import (
     DataRecipe,
-    InlineTexts,
     Recipe,
     RunRecipe,
     builtin_recipes,
@@ -32,12 +31,12 @@ __all__ = [
     "Characters",
     "Constant",
     "DataRecipe",
-    "InlineTexts",
     "Interrupted",
     "InverseSqrt",
     "Linear",
     "Loaded",
     "NextToken",
+    "Objective",
     "ProgressLine",
     "Recipe",
     "RunRecipe",

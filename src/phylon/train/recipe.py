@@ -11,12 +11,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import tomli_w
 
+from phylon.data import DataSource, PythonCorpus
 from phylon.model import ModelSpec
 from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
 from phylon.spec.serial import SCHEMA, check_schema, parse_toml
-from phylon.train.objective import NextToken, Objective
+from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW, Optimizer
 from phylon.train.schedule import Schedule, WarmupCosine
 from phylon.train.vocabulary import BPE, Vocabulary
@@ -32,30 +34,21 @@ def _at_least(spec: Spec, least: int, *names: str) -> None:
             raise UserError(f"{name} must be at least {least}, got {value}")
 
 
-class InlineTexts(Spec, frozen=True, kw_only=True, tag_field="kind", tag="texts"):
-    """Documents written in the recipe itself, each ``repeat`` times in a row."""
-
-    texts: tuple[str, ...]
-    repeat: int = 1
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1 or not any(self.texts):
-            raise UserError("texts must hold characters, and repeat must be at least 1")
-
-
 class DataRecipe(Spec, frozen=True, kw_only=True):
-    """``source``: "python" (the standard library), a path, or texts. ``held_out``: the share kept for evaluation.
+    """``source``: "python" (the standard library), a path, or a table with its ``kind``.
 
-    ``max_bytes`` keeps the documents before the first that would pass it.
+    ``held_out``: the share kept for evaluation. ``max_bytes`` keeps the documents before the first that would pass it.
     """
 
-    source: str | InlineTexts = "python"
+    source: DataSource = PythonCorpus()
     seq_len: int = 256
     tokenizer: Vocabulary = BPE()
     held_out: float = 0.02
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.source, str):
+            msgspec.structs.force_setattr(self, "source", DataSource.from_word(self.source))
         _at_least(self, 1, "seq_len", "max_bytes")
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out is a share of the data, at least 0 and below 1; got {self.held_out}")
@@ -208,12 +201,20 @@ def _set_model(model: dict[str, Any], path: str, value: Any) -> None:
         node[parts[-1]] = value
 
 
-def model_spec(recipe: Recipe, vocab_size: int) -> ModelSpec:
-    """The model's spec; a family gets the tokenizer's ``vocab_size`` unless the recipe states one."""
+def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
+    """The model's spec; a family gets the tokenizer's ``vocab_size``, if there is one, unless the recipe states it."""
     from phylon.families import build_spec
 
-    table = recipe.model if "family" not in recipe.model else {"vocab_size": vocab_size, **recipe.model}
-    return build_spec(table)
+    given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
+    return build_spec({**given, **recipe.model})
+
+
+def model_family(recipe: Recipe) -> str | None:
+    """Whose format the trained model is saved in: the family that the recipe names, or that of its preset."""
+    from phylon.families import family_of_preset
+
+    table = recipe.model
+    return table.get("family") or (family_of_preset(table["preset"]).name if "preset" in table else None)
 
 
 def _read(name: str | Path) -> tuple[str, str]:

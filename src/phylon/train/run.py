@@ -20,16 +20,20 @@ from phylon.train.trainer import Trainer
 
 @dataclass(kw_only=True)
 class TrainResult:
-    """A finished run. ``loss`` is the last step's, ``held_out_loss`` the last evaluation's (``None`` without one)."""
+    """A finished run. ``loss`` is the last step's, ``held_out_loss`` the last evaluation's (``None`` without one).
+
+    ``metrics``: what else the last evaluation measured. ``tokenizer`` is ``None`` where the objective reads no text.
+    """
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     out: Path
     steps: int
     tokens: int
     seconds: float
     loss: float | None
     held_out_loss: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
 
 
@@ -52,7 +56,7 @@ def train(
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
     ``model/`` and ``report.html``. ``resume`` goes on from the latest checkpoint; a recipe that differs from the run's
     is refused with its differences unless ``allow_changes``. ``fresh`` removes the run in ``out`` first, once nothing
-    is found wrong with the new one. ``sample`` gives texts of the model now and then.
+    is found wrong with the new one. ``sample`` gives texts of the model now and then, where the objective does not.
 
     Raises UserError for every mistake in the above, and Interrupted after Ctrl-C, once the last step is saved.
     """
@@ -83,7 +87,8 @@ def train(
         raise
     model = prepared.model
     say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    trainer = Trainer(model, prepared.loader, wanted, out, callbacks, held_out=prepared.held_out, sample=sample)
+    loader, held_out, own_sample = prepared.feed
+    trainer = Trainer(model, loader, wanted, out, callbacks, held_out=held_out, sample=own_sample or sample)
     if last is not None:
         trainer.resume(last, allow_changes=allow_changes)
     write_text(out / "recipe.toml", recipe_to_toml(wanted))
@@ -100,6 +105,7 @@ def train(
         seconds=state.seconds,
         loss=trainer.loss,
         held_out_loss=trainer.held_out_loss,
+        metrics=trainer.held_out_metrics,
         samples=trainer.samples,
     )
 
