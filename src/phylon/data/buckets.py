@@ -1,7 +1,7 @@
 """Batches by token count: examples of about one length together; the order is a pure function of (seed, step)."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phylon.data.documents import digest
-from phylon.data.loader import epoch_permutation
+from phylon.data.loader import Batch, Example, Loader, epoch_permutation
 from phylon.data.packing import IGNORE
 from phylon.spec.errors import UserError
 
@@ -72,7 +72,7 @@ class BucketLoader:
     A batch is what ``padded`` makes of its examples.
     """
 
-    def __init__(self, examples: Sequence[Mapping[str, np.ndarray]], max_tokens: int, seed: int) -> None:
+    def __init__(self, examples: Sequence[Example], max_tokens: int, seed: int) -> None:
         self.examples = examples
         lengths = np.array([max(len(array) for array in example.values()) for example in examples])
         self.order = TokenBatches(lengths, max_tokens, seed)
@@ -84,7 +84,7 @@ class BucketLoader:
             "data": examples_digest(examples),
         }
 
-    def batch(self, step: int) -> dict[str, Tensor]:
+    def batch(self, step: int) -> Batch:
         """Batch ``step``, which depends on the examples, ``max_tokens``, the seed and the step alone."""
         return padded([self.examples[int(row)] for row in self.order.rows(step)])
 
@@ -105,7 +105,14 @@ class BucketLoader:
         self.step = int(state["step"])
 
 
-def padded(examples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
+class PaddedLoader(Loader):
+    """A ``Loader`` of examples of unequal lengths: a batch of rows is what ``padded`` makes of them."""
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        return padded(examples)
+
+
+def padded(examples: Sequence[Example]) -> Batch:
     """Examples as one batch: arrays ``(T, …)`` padded on the right to the longest of their name, others stacked.
 
     Padding is 0, segment 0 and no target: names that end in ``targets`` are filled with ``IGNORE``. ``segments`` come
@@ -126,7 +133,7 @@ def padded(examples: Sequence[Mapping[str, np.ndarray]]) -> dict[str, Tensor]:
     return found
 
 
-def examples_digest(examples: Sequence[Mapping[str, np.ndarray]]) -> str:
+def examples_digest(examples: Sequence[Example]) -> str:
     """A hash of every value of the examples."""
     hashed = hashlib.blake2b(digest_size=16)
     for example in examples:

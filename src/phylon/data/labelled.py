@@ -57,9 +57,7 @@ def read_words(source: Records, words: str, labels: str) -> Iterator[LabelledWor
     for row in source.records():
         found = _list(row, words), _list(row, labels)
         if len(found[0]) != len(found[1]):
-            raise UserError(
-                f"{row.name}: {len(found[0])} words and {len(found[1])} labels; there must be one for each"
-            )
+            raise UserError(f"{row.name}: {len(found[0])} words and {len(found[1])} labels; there must be one for each")
         for word in found[0]:
             if not isinstance(word, str) or not word.strip():
                 raise UserError(f"{row.name}: a word of '{words}' is not text: {word!r}")

@@ -11,18 +11,26 @@ from phylon.data.labelled import Classes, class_number, read_texts, read_words, 
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss
-from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.train.measures import accuracy, f1_of, macro_f1, mean_squared_error, pearson, spearman
 from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_targets, need_head
-from phylon.train.objectives.supervised import Arrays, RecordObjective, inputs, joint_arrays, row_feed, text_arrays
+from phylon.train.objectives.supervised import (
+    Arrays,
+    RecordObjective,
+    inputs,
+    joint_arrays,
+    parts,
+    row_feed,
+    shortened,
+    text_arrays,
+)
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
 
 
-class _Labelled(Mechanism, RecordObjective, frozen=True, kw_only=True):
+class _Labelled(RecordObjective, frozen=True, kw_only=True):
     """A head named ``head``, taught and measured on padded batches with ``targets``."""
 
     head: str = "class"
@@ -124,7 +132,7 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
             which: [self._example(material, row, self.number(material, classes, row.label, row.where)) for row in part]
             for which, part in rows.items()
         }
-        return row_feed(material, made["training"], made.get("held_out"))
+        return row_feed(material, made["training"], made.get("held-out"))
 
     def _example(self, material: Material, row: Any, label: float) -> Arrays:
         most = material.recipe.data.seq_len
@@ -151,7 +159,7 @@ class TextScores(TextClasses, frozen=True, kw_only=True):
         for which, source in parts(material):
             rows = read_texts(source, self.text, self.pair, self.label)
             made[which] = [self._example(material, row, np.float32(score(row.label, row.where))) for row in rows]
-        return row_feed(material, made["training"], made.get("held_out"))
+        return row_feed(material, made["training"], made.get("held-out"))
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: len(batch["targets"])}
@@ -203,17 +211,16 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
         classes = self.classes_for(material, self.classes, labels)
         made = {
             which: [
-                self._example(material, row.words, [self.number(material, classes, y, row.where) for y in row.labels],
-                              row.where)
+                self._example(
+                    material, row.words, [self.number(material, classes, y, row.where) for y in row.labels], row.where
+                )
                 for row in part
             ]
             for which, part in rows.items()
         }
-        return row_feed(material, made["training"], made.get("held_out"))
+        return row_feed(material, made["training"], made.get("held-out"))
 
     def _example(self, material: Material, words: list[str], labels: list[int], where: str) -> Arrays:
-        from phylon.train.objectives.supervised import shortened
-
         joint = shortened(material.text.encode_joint(" ".join(words)), material.recipe.data.seq_len)
         targets = np.full(len(joint.ids), IGNORE, np.int64)
         start = token = 0
@@ -227,13 +234,6 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
                 token += 1
             start = end + 1
         return joint_arrays(joint, material.spec, where) | {"targets": targets}
-
-
-def parts(material: Material) -> Iterable[tuple[str, Any]]:
-    """The parts of the data by name."""
-    yield "training", material.training
-    if material.held_out is not None:
-        yield "held_out", material.held_out
 
 
 register(

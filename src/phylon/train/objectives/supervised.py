@@ -7,9 +7,11 @@ import numpy as np
 
 from phylon.data import Source
 from phylon.data.buckets import PaddedLoader, examples_digest, padded
-from phylon.data.documents import DataSource
+from phylon.data.labelled import Records
 from phylon.data.split import split_records
+from phylon.data.table import value_of
 from phylon.model import ModelSpec
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer
 from phylon.text.tokenizer import Joint
@@ -36,7 +38,7 @@ class Listed:
         return self.examples[index]
 
 
-class RecordObjective(Objective):
+class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
     """An objective over records. ``split_by``: the fields that decide whether a record is held out."""
 
     def split_by(self) -> tuple[str, ...]:
@@ -56,17 +58,18 @@ class RecordObjective(Objective):
         return split_records(source, share, self.split_by())  # type: ignore[arg-type]
 
     def texts(self, source: Source) -> Iterator[str]:
-        from phylon.data.table import value_of
-
         for record in source.records():  # type: ignore[attr-defined]
             for field in self.text_fields():
                 value = value_of(record, field)
                 yield " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def records_of(source: Source | None) -> DataSource | None:
-    """A part of the data as what it is here: something with records."""
-    return source  # type: ignore[return-value]
+def parts(material: Material) -> Iterator[tuple[str, Records]]:
+    """The parts of the data by name: "training", and "held-out" where there is one."""
+    for which, source in (("training", material.training), ("held-out", material.held_out)):
+        if source is not None:
+            assert hasattr(source, "records"), type(source)
+            yield which, source  # type: ignore[misc]
 
 
 def row_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arrays] | None) -> Feed:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from phylon.data.buckets import BucketLoader
+from phylon.data.labelled import Records
 from phylon.data.table import text_of
 from phylon.generate import beam_search, generate
 from phylon.model import GenerationDefaults, Model, ModelSpec
@@ -16,13 +17,7 @@ from phylon.spec.registry import register
 from phylon.text import Tokenizer
 from phylon.train.measures import bleu, sacrebleu_metric
 from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_targets
-from phylon.train.objectives.supervised import (
-    Arrays,
-    RecordObjective,
-    Records,
-    padded_batches,
-    spread,
-)
+from phylon.train.objectives.supervised import Arrays, RecordObjective, padded_batches, parts, spread
 from phylon.train.objectives.tokens import TokenObjective
 
 if TYPE_CHECKING:
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 N_SAMPLES = 4
 
 
-class Translation(TokenObjective, RecordObjective, frozen=True, kw_only=True):
+class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     """Cross-entropy of the target's tokens given the source's. *Attention Is All You Need* (arXiv:1706.03762), §5.
 
     ``source`` and ``target`` name the fields of a record; both share one vocabulary (section 5.1). A batch holds at
@@ -90,11 +85,11 @@ class Translation(TokenObjective, RecordObjective, frozen=True, kw_only=True):
 
     def feed(self, material: Material) -> Feed:
         run = material.recipe.run
-        training = self._examples(material, material.training, "training")
-        loader = BucketLoader(training, self.max_tokens, run.seed)
-        if material.held_out is None:
+        made = {which: self._examples(material, source, which) for which, source in parts(material)}
+        loader = BucketLoader(made["training"], self.max_tokens, run.seed)
+        if "held-out" not in made:
             return Feed(loader)
-        held = spread(self._examples(material, material.held_out, "held-out"), run.eval_rows)
+        held = spread(made["held-out"], run.eval_rows)
         # By length, so that little is padded; what is measured does not depend on the order.
         held = sorted(held, key=lambda example: len(example["source"]))
         sources = [example["source"].tolist() for example in spread(held, N_SAMPLES)]
@@ -115,7 +110,9 @@ class Translation(TokenObjective, RecordObjective, frozen=True, kw_only=True):
                 example = {"source": source_ids, "source_segments": np.ones_like(source_ids), "tokens": tokens}
                 found.append(example | {"segments": np.ones_like(tokens), "targets": np.array([*said, end], np.int64)})
         left = len(pairs) - len(found)
-        material.say(f"{len(found):,} {which} pairs" + (f", {left:,} longer than {most} tokens left out" if left else ""))
+        material.say(
+            f"{len(found):,} {which} pairs" + (f", {left:,} longer than {most} tokens left out" if left else "")
+        )
         if not found:
             raise UserError(f"every one of the {len(pairs)} {which} pairs has a side above data.seq_len {most} tokens")
         return found
