@@ -2,9 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from phylon.data.documents import DataSource, Document, Record, Source, digest
 from phylon.data.table import value_of
@@ -102,3 +103,10 @@ def split_records(
         RecordPart(source=source, fields=fields, start=share, stop=1.0, seed=seed),
         RecordPart(source=source, fields=fields, start=0.0, stop=share, seed=seed),
     )
+
+
+def held_out_names(names: Sequence[str], share: float, seed: int = 0) -> np.ndarray:
+    """Which of the names are held out, (n,) bool: about ``share`` of them, the same ones every time."""
+    if not 0 <= share < 1:
+        raise UserError(f"the held-out share is {share:g}; it must be at least 0 and below 1")
+    return np.array([_place(name, seed) < share for name in names])

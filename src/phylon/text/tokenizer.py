@@ -33,6 +33,15 @@ class Joint(NamedTuple):
     texts: list[int | None]
     spans: list[Span]
 
+    def keep(self, places: Sequence[int]) -> Joint:
+        """The ids at these places, with all that is known of each."""
+        return Joint(
+            ids=[self.ids[i] for i in places],
+            types=[self.types[i] for i in places],
+            texts=[self.texts[i] for i in places],
+            spans=[self.spans[i] for i in places],
+        )
+
 
 class Tokenizer:
     """Text to ids and back.

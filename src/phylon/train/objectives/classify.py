@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phylon.data.labelled import Classes, class_number, read_texts, read_words, score
+from phylon.data.labelled import Classes, LabelledText, class_number, read_texts, read_words, score
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss
@@ -129,15 +129,18 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
         rows = {which: list(read_texts(source, self.text, self.pair, self.label)) for which, source in parts(material)}
         classes = self.classes_for(material, self.classes, (row.label for part in rows.values() for row in part))
         made = {
-            which: [self._example(material, row, self.number(material, classes, row.label, row.where)) for row in part]
+            which: [
+                self._example(material, row, np.array(self.number(material, classes, row.label, row.where)))
+                for row in part
+            ]
             for which, part in rows.items()
         }
         return row_feed(material, made["training"], made.get("held-out"))
 
-    def _example(self, material: Material, row: Any, label: float) -> Arrays:
+    def _example(self, material: Material, row: LabelledText, target: np.ndarray) -> Arrays:
         most = material.recipe.data.seq_len
         found = text_arrays(material.text, material.spec, row.text, row.pair, most, row.where)
-        return found | {"targets": np.array(label)}
+        return found | {"targets": target}
 
 
 class TextScores(TextClasses, frozen=True, kw_only=True):
@@ -158,7 +161,9 @@ class TextScores(TextClasses, frozen=True, kw_only=True):
         made = {}
         for which, source in parts(material):
             rows = read_texts(source, self.text, self.pair, self.label)
-            made[which] = [self._example(material, row, np.float32(score(row.label, row.where))) for row in rows]
+            made[which] = [
+                self._example(material, row, np.array(score(row.label, row.where), np.float32)) for row in rows
+            ]
         return row_feed(material, made["training"], made.get("held-out"))
 
     def counts(self, batch: Batch) -> dict[str, float]:

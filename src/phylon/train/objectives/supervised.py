@@ -1,7 +1,7 @@
 """What objectives with labels share: records split by what they say, texts as examples, padded batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
 
 Arrays = dict[str, np.ndarray]
+T = TypeVar("T")
 
 
 class Listed:
@@ -80,7 +81,7 @@ def row_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arra
     return Feed(loader, None if held is None else padded_batches(spread(held, run.eval_rows)))
 
 
-def spread(examples: Sequence[Any], most: int | None) -> Sequence[Any]:
+def spread(examples: Sequence[T], most: int | None) -> Sequence[T]:
     """At most so many of the examples, at equal distances."""
     if most is None or most >= len(examples):
         return examples
@@ -99,14 +100,14 @@ def shortened(joint: Joint, most: int) -> Joint:
 
     BERT (arXiv:1810.04805), released code (``_truncate_seq_pair``).
     """
-    keep = [True] * len(joint.ids)
+    stays = set(range(len(joint.ids)))
     places = [[i for i, text in enumerate(joint.texts) if text == which] for which in (0, 1)]
     for _ in range(len(joint.ids) - most):
         longer = places[0] if len(places[0]) > len(places[1]) else places[1]
         if not longer:
             raise UserError(f"data.seq_len {most} leaves no room for a text beside what the tokenizer adds")
-        keep[longer.pop()] = False
-    return Joint(*([value for value, stays in zip(values, keep, strict=True) if stays] for values in joint))
+        stays.discard(longer.pop())
+    return joint.keep(sorted(stays))
 
 
 def text_arrays(tokenizer: Tokenizer, spec: ModelSpec, text: str, pair: str | None, most: int, where: str) -> Arrays:
