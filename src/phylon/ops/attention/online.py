@@ -21,8 +21,8 @@ from phylon.ops.random import keep_mask
 class Online:
     """Any device, dtype and pattern, in at least fp32, forward and backward; memory O(T + S).
 
-    ``block_q`` queries and ``block_k`` keys are a tile; heads share a step while all their scores are ``scores`` numbers
-    at most, which should fit a CPU's cache.
+    ``block_q`` queries and ``block_k`` keys are a tile; heads share a step while all their scores are ``scores``
+    numbers at most, which should fit a CPU's cache.
     """
 
     name = "online"
@@ -288,7 +288,7 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
     d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
     plain = call.bias is None and call.softcap is None
     for unit in work.units():
-        # Keys and values with a one more, queries with -lse and gradients with -delta: the products subtract as they go.
+        # A one beside keys and values, -lse beside queries and -delta beside gradients: the products subtract as well.
         k_NSE, v_NSE = (_beside(work.seen(unit, unit.keys(x)), 1.0) for x in (call.k, call.v))
         e, ev = call.k.shape[3], call.v.shape[3]
         dk_NSE, dv_NSE = k_NSE.new_zeros(*k_NSE.shape[:2], e), v_NSE.new_zeros(*v_NSE.shape[:2], ev)

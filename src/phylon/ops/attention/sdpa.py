@@ -42,10 +42,9 @@ class Sdpa:
             attn_mask = None if bias is None else bias.to(q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.factor, enable_gqa=grouped)
             return out.transpose(1, 2)
-        if call.segmented:
-            # Padding can hold anything, NaN included, and a masked NaN is still NaN in the product.
-            unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
-            k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+        # What nobody sees can hold anything, NaN included, and a masked NaN is still NaN in the product.
+        unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
+        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
         seen = mask.any(dim=-1, keepdim=True)
         if bias is None:
             attn_mask = mask | ~seen
