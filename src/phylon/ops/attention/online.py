@@ -95,10 +95,10 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Where the kept tile of a unit lies, and its mask (queries, keys) unless it is full."""
+    """Where a kept tile lies, and what of it is hidden (queries, keys) unless it is full."""
 
     keys: slice
-    mask: Tensor | None
+    hidden: Tensor | None
 
 
 class _Work:
@@ -150,7 +150,7 @@ class _Work:
         if index not in self._masks:
             if len(self._masks) >= 8:
                 self._masks.clear()
-            self._masks[index] = self.plan.mask(index)
+            self._masks[index] = ~self.plan.mask(index)
         return self._masks[index][: queries.stop - queries.start, : keys.stop - keys.start]
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -181,8 +181,8 @@ class _Work:
             tanh = scores.div_(self.call.softcap).tanh_()
             slope = 1 - tanh.square()
             scores.mul_(self.call.softcap)
-        if tile.mask is not None:
-            unit.by_head(scores, n).masked_fill_(~tile.mask, -math.inf)
+        if tile.hidden is not None:
+            unit.by_head(scores, n).masked_fill_(tile.hidden, -math.inf)
         return slope
 
     def keep(self, unit: _Unit, queries: slice, tile: _Tile) -> Tensor | None:
@@ -214,7 +214,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
                 scores = work.product("scores", q_NRE, k_NSE[:, tile.keys].mT)
                 work.adjust(unit, queries, tile, scores)
                 new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-                shift = new_top if tile.mask is None else new_top.masked_fill(new_top == -math.inf, 0)
+                shift = new_top if tile.hidden is None else new_top.masked_fill(new_top == -math.inf, 0)
                 weights, shrink = scores.sub_(shift).exp_(), torch.exp(top - shift)
                 total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
                 keep = work.keep(unit, queries, tile)
@@ -272,7 +272,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # type: ignore[bad-override]
         q, k, v, sink, out, lse = ctx.saved_tensors
         work = _Work(replace(ctx.call, q=q, k=k, v=v, sink=sink), ctx.plan, ctx.scores)
         with torch.autocast(q.device.type, enabled=False):

@@ -36,9 +36,10 @@ class TileBias:
     def __init__(self, call: AttentionCall) -> None:
         assert call.bias is not None
         self.tensors = {name: value.detach().requires_grad_() for name, value in parameters(call.bias).items()}
-        self.bias: Any = copy.copy(call.bias)
+        bias: Any = copy.copy(call.bias)
+        self.bias = bias
         for name, value in self.tensors.items():
-            object.__setattr__(self.bias, name, value)
+            object.__setattr__(bias, name, value)
         self.sides = call.records()
         self.wide = torch.promote_types(call.q.dtype, torch.float32)
         self.n_queries = call.q.shape[1]
@@ -49,7 +50,7 @@ class TileBias:
             n_keys, t = call.k.shape[1], self.n_queries
             distance = n_keys - 1 - torch.arange(n_keys + t - 1, device=call.q.device)
             with torch.enable_grad():
-                self.strip = self.bias.by_distance(distance).to(self.wide)
+                self.strip = bias.by_distance(distance).to(self.wide)
             self.strip_grad = torch.zeros_like(self.strip, requires_grad=False)
 
     def tile(self, rows: slice, heads: slice, queries: slice, keys: slice) -> Tensor:
