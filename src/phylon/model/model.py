@@ -32,9 +32,9 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in. ``stored_dtypes``
-    says what is given back in another dtype than the parameter has: by name, as stored and as loaded. Build with
-    ``phylon.build``, load with ``phylon.load``.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, and
+    ``stored_dtypes`` says what is given back in another dtype than the parameter has: by name, as stored and as loaded.
+    Build with ``phylon.build``, load with ``phylon.load``.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
