@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phylon.data import Examples, Source, TokenStore, split_documents, tokenise
+from phylon.data import Example, Examples, Source, TokenStore, split_documents, tokenise
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model, Output
 from phylon.ops.loss import Loss
@@ -124,6 +124,37 @@ def held_out_batches(
     return lambda: batches(chosen, min(EVAL_BATCH_ROWS, len(chosen)))
 
 
+def hold_out_end(examples: Examples, share: float) -> tuple[Examples, Examples]:
+    """The last ``share`` of the examples, at least one, held out; at least one stays."""
+    held = max(1, int(len(examples) * share))
+    if held >= len(examples):
+        raise UserError(
+            f"the data give {len(examples)} rows, too few to hold out {held} of them and train on the rest; "
+            "set data.held_out=0, lower data.seq_len, or give more text"
+        )
+    left = len(examples) - held
+    return Section(examples, 0, left), Section(examples, left, len(examples))
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The examples from ``start`` to ``stop``."""
+
+    examples: Examples
+    start: int
+    stop: int
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.examples.fingerprint}-{self.start}-{self.stop}"
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def example(self, index: int, epoch: int) -> Example:
+        return self.examples.example(self.start + index, epoch)
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """``count`` of the examples at equal distances."""
@@ -138,5 +169,5 @@ class Spread:
     def __len__(self) -> int:
         return self.count
 
-    def example(self, index: int, epoch: int):
+    def example(self, index: int, epoch: int) -> Example:
         return self.examples.example(index * len(self.examples) // self.count, epoch)
