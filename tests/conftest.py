@@ -12,3 +12,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite golden files; their diff is the review")
+
+
+def pytest_sessionstart() -> None:
+    """Kernels are compiled before the first test, so that every test sees the same backends."""
+    import phylon.model  # noqa: F401  (registers them)
+    from phylon.ops import native
+
+    native.wait()

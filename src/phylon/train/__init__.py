@@ -1,9 +1,11 @@
 """Training: recipes, optimizer, schedules, the loop, checkpoints, the report."""
 
 from phylon.spec.package import make_callable
+from phylon.train.adafactor import Adafactor
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
 from phylon.train.metrics import read_metrics
+from phylon.train.muon import Muon
 from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW
 from phylon.train.progress import ProgressLine
@@ -11,6 +13,7 @@ from phylon.train.recipe import (
     DataRecipe,
     Recipe,
     RunRecipe,
+    TuneRecipe,
     builtin_recipes,
     load_recipe,
     recipe_from_toml,
@@ -26,6 +29,7 @@ from phylon.train.vocabulary import BPE, Characters, Loaded, Unigram, WordPiece
 __all__ = [
     "BPE",
     "WSD",
+    "Adafactor",
     "AdamW",
     "Callback",
     "Characters",
@@ -35,6 +39,7 @@ __all__ = [
     "InverseSqrt",
     "Linear",
     "Loaded",
+    "Muon",
     "NextToken",
     "Objective",
     "ProgressLine",
@@ -43,6 +48,7 @@ __all__ = [
     "RunState",
     "TrainResult",
     "Trainer",
+    "TuneRecipe",
     "Unigram",
     "WarmupCosine",
     "WordPiece",

@@ -9,8 +9,10 @@ from phylon.model import Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
 from phylon.train.machine import check_threads
-from phylon.train.objectives.base import Feed, Material, Objective, Say
+from phylon.train.objectives.base import Feed, Material, Say
+from phylon.train.pretrained import apply_tune, check_tune, load_start, start_tokenizer
 from phylon.train.recipe import DataRecipe, Recipe, model_family, model_spec
+from phylon.train.vocabulary import Loaded
 
 PROVISIONAL_VOCAB = 256  # stands for the tokenizer's size until there is one
 
@@ -31,7 +33,7 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
     resolve_device(device)
     check_threads(recipe.run.threads)
     spec = model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)
-    build_meta(spec)
+    check_tune(build_meta(spec), recipe.tune)
     recipe.objective.check(recipe, spec)
     source = recipe_source(recipe.data) if source is None else source
     if recipe.objective.reads_text:
@@ -51,7 +53,7 @@ def prepare(
     tokenizer = None
     if objective.reads_text:
         folder = out / "tokenizer"
-        tokenizer = load_tokenizer(folder) if resume else _tokenizer(recipe.data, objective, training, folder, say)
+        tokenizer = load_tokenizer(folder) if resume else _tokenizer(recipe, training, folder, say)
         made(tokenizer)
     spec = model_spec(recipe, None if tokenizer is None else tokenizer.vocab_size)
     if tokenizer is not None:
@@ -67,14 +69,7 @@ def prepare(
         say=say,
     )
     feed = objective.feed(material)
-    model = build(spec, seed=recipe.run.seed, device=device)
-    model.family = model_family(recipe)
-    if tokenizer is not None:
-        model.tokenizer = tokenizer
-        model.generation = objective.generation(tokenizer)
-    if not resume:
-        objective.begin(model)
-    return Prepared(tokenizer, feed, model)
+    return Prepared(tokenizer, feed, _model(recipe, spec, tokenizer, device, say, resume=resume))
 
 
 def recipe_source(data: DataRecipe) -> Source:
@@ -125,8 +120,32 @@ def _size(value: object) -> int:
     return len(value.encode()) if isinstance(value, str) else 8
 
 
-def _tokenizer(data: DataRecipe, objective: Objective, source: Source, folder: Path, say: Say) -> Tokenizer:
-    say("making the tokenizer")
-    tokenizer = data.tokenizer.make(lambda: objective.texts(source), objective.reserved())
+def _model(
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer | None, device: str, say: Say, *, resume: bool
+) -> Model:
+    """A new model, or the one to go on from, with what the recipe's ``[tune]`` says about it."""
+    if "from" in recipe.model:
+        say(f"loading '{recipe.model['from']}'")
+        model = load_start(recipe.model, spec, recipe.run.seed, device)
+    else:
+        model = build(spec, seed=recipe.run.seed, device=device)
+        model.family = model_family(recipe)
+        if tokenizer is not None:
+            model.generation = recipe.objective.generation(tokenizer)
+    if tokenizer is not None:
+        model.tokenizer = tokenizer
+    if not resume:
+        recipe.objective.begin(model)
+    apply_tune(model, recipe.tune)
+    return model
+
+
+def _tokenizer(recipe: Recipe, source: Source, folder: Path, say: Say) -> Tokenizer:
+    wanted, objective = recipe.data.tokenizer, recipe.objective
+    if "from" in recipe.model and not isinstance(wanted, Loaded):
+        tokenizer = start_tokenizer(recipe.model)
+    else:
+        say("making the tokenizer")
+        tokenizer = wanted.make(lambda: objective.texts(source), objective.reserved())
     tokenizer.save(folder)
     return tokenizer

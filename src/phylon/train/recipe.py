@@ -1,7 +1,8 @@
 """The typed recipe of a run, its TOML files, and the recipes that come with the library.
 
-A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [data] [objective] [optim] [schedule] [run]``.
-``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the usual one.
+A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [tune] [data] [objective] [optim] [schedule]
+[run]``. ``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the
+usual one.
 """
 
 import math
@@ -16,6 +17,7 @@ import tomli_w
 
 from phylon.data import DataSource, PythonCorpus
 from phylon.model import ModelSpec
+from phylon.model.passes import Lora
 from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
 from phylon.spec.serial import SCHEMA, check_schema, parse_toml
 from phylon.train.objectives import NextToken, Objective
@@ -24,7 +26,7 @@ from phylon.train.schedule import Schedule, WarmupCosine
 from phylon.train.vocabulary import BPE, Vocabulary
 
 USUAL_KINDS = {"objective": "next_token", "optim": "adamw", "schedule": "warmup_cosine"}
-MODEL_FORMS = ("family", "preset", "spec")
+MODEL_FORMS = ("family", "preset", "spec", "from")
 
 
 def _at_least(spec: Spec, least: int, *names: str) -> None:
@@ -52,6 +54,18 @@ class DataRecipe(Spec, frozen=True, kw_only=True):
         _at_least(self, 1, "seq_len", "max_bytes")
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out is a share of the data, at least 0 and below 1; got {self.held_out}")
+
+
+class TuneRecipe(Spec, frozen=True, kw_only=True):
+    """Which parameters are trained, by path glob (``phylon show MODEL`` lists them).
+
+    ``train``: these alone; ``freeze``: all but these. With ``lora`` the model is frozen, its adapters are trained, and
+    ``train`` names what is trained beside them.
+    """
+
+    lora: Lora | None = None
+    train: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
 
 
 class RunRecipe(Spec, frozen=True, kw_only=True):
@@ -90,9 +104,15 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
 
 
 class Recipe(Spec, frozen=True, kw_only=True):
-    """A run: ``model`` is one of ``{family = …, builder arguments}``, ``{preset = …, set = {…}}``, ``{spec = {…}}``."""
+    """A run: ``model`` is one of ``{family = …, builder arguments}``, ``{preset = …, set = {…}}``, ``{spec = {…}}``.
+
+    Or ``{from = MODEL}``: trained weights to go on from (a folder, a ``.gguf`` file, a known name), their tokenizer
+    too. ``heads = {…}`` replaces the heads by new ones, ``set = {…}`` changes the spec, ``dtype`` is that of the
+    parameters ("float32").
+    """
 
     model: dict[str, Any]
+    tune: TuneRecipe = TuneRecipe()
     data: DataRecipe = DataRecipe()
     objective: Objective = NextToken()
     optim: Optimizer = AdamW()
@@ -121,11 +141,16 @@ def _numbers(data: Any, path: str) -> Iterator[tuple[str, float]]:
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe file, or one that comes with the library, with dotted ``overrides`` (``{"optim.lr": 1e-3}``)."""
     text, where = _read(name)
+    changes = dict(overrides or {})
     try:
-        recipe = recipe_from_toml(text)
+        data = parse_toml(text)
+        table, start = data.get("model", {}), changes.get("model.from")
+        if isinstance(table, dict) and start is not None and not any(form in table for form in MODEL_FORMS):
+            data["model"] = {**table, "from": start}
+        recipe = recipe_from_data(data)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    return apply_overrides(recipe, overrides or {})
+    return apply_overrides(recipe, changes)
 
 
 def builtin_recipes() -> list[str]:
@@ -156,7 +181,9 @@ def recipe_from_data(data: dict[str, Any]) -> Recipe:
         except UserError as error:
             raise UserError(f"[{name}] {error}") from None
     if "model" not in parts:
-        raise UserError('the table [model] is missing; it says what to train, for example preset = "gpt2"')
+        raise UserError(
+            'the table [model] is missing; it says what to train, for example preset = "gpt2"; or give --from MODEL'
+        )
     return Recipe(**parts)
 
 
@@ -181,9 +208,10 @@ def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 def _set_model(model: dict[str, Any], path: str, value: Any) -> None:
     """Set an entry of the model table in place; naming one form drops the other."""
     if path in MODEL_FORMS:
-        for key in list(model):
+        for key in list(model) if path != "from" or path not in model else ():
             del model[key]
-    if "preset" in model and path.partition(".")[0] not in ("preset", "set"):
+    own = ("preset", "set") if "preset" in model else ("from", "set", "heads", "dtype") if "from" in model else None
+    if own is not None and path.partition(".")[0] not in own:
         path = f"set.{path}"
     if path.startswith("set."):
         # The keys of a preset's overrides are dotted paths into its spec.
@@ -205,6 +233,10 @@ def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
     """The model's spec; a family gets the tokenizer's ``vocab_size``, if there is one, unless the recipe states it."""
     from phylon.families import build_spec
 
+    if "from" in recipe.model:
+        from phylon.train.pretrained import started_spec
+
+        return started_spec(recipe.model)
     given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
     return build_spec({**given, **recipe.model})
 

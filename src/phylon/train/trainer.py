@@ -122,6 +122,8 @@ class Trainer:
         try:
             with stop_on_signals() as stop:
                 self.model.train()
+                if state.step == 0 and "from" in self.recipe.model:
+                    self._evaluate()  # where the trained weights stand before anything is changed
                 if state.step and state.step < state.total and self._due(self.recipe.run.sample_every):
                     self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
                 while state.step < state.total and not self._out_of_time():
@@ -359,4 +361,6 @@ def _parts(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+    parts = [{name: cut[i] for name, cut in split.items()} for i in range(count)]
+    # A batch by token count may have fewer rows than parts.
+    return [part for part in parts if len(next(iter(part.values())))]

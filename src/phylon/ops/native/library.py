@@ -1,0 +1,190 @@
+"""One C++ source of the package as a library of this machine: where it is kept, whether it may be used, its functions.
+
+Nothing here ever waits or fails: ``reason`` is ``None`` when the functions may be called, or says in one line why not.
+The work is done by ``phylon.ops.native.make`` in a process of its own, so that neither compiling nor a kernel that
+crashes in its check can touch the run.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+LIBRARIES: dict[str, "Library"] = {}
+_COMPILERS = ("c++", "g++", "clang++")
+# Signals by which a kernel ends itself; any other is somebody's wish, and the next process tries again.
+_CRASHES = {signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
+
+
+class Library:
+    """``sources`` are the C++ files, the first is compiled and may include the others; all lie beside ``module``.
+
+    ``check`` runs the kernels against the reference and returns ``None``, or what is wrong. ``functions`` gives the C
+    argument types by function name; every function returns nothing, unless ``returns`` names a type.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        sources: Sequence[Path],
+        functions: dict[str, Sequence[Any]],
+        check: Callable[[], str | None],
+        returns: dict[str, Any] | None = None,
+    ) -> None:
+        self.module, self.sources, self.check = module, tuple(sources), check
+        self.functions, self.returns = functions, returns or {}
+        self.name = module.removeprefix("phylon.ops.").removesuffix(".native")
+        self.allowed = True
+        self._loaded: ctypes.CDLL | None = None
+        self._reason: str | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        LIBRARIES[self.name] = self
+
+    def reason(self) -> str | None:
+        """``None`` when the functions may be called. It holds until ``refresh``: results move at no other time."""
+        if not self.allowed:
+            return "this run began without it"
+        if self._loaded is None and self._reason is None:
+            self.refresh()
+        return self._reason
+
+    def refresh(self) -> None:
+        """Look again: load what has been made, begin to make what has not."""
+        if self._loaded is not None:
+            return
+        self._reason = self.start()
+        if self._reason is None:
+            try:
+                self.adopt(self.path)
+            except (OSError, AttributeError) as error:
+                self._reason = f"the compiled library does not load: {error}"
+
+    def start(self) -> str | None:
+        """Begin to make the library unless that is done; ``None`` when it lies ready, else why not (yet)."""
+        if os.environ.get("PHYLON_NATIVE") == "0":
+            return "switched off by PHYLON_NATIVE=0"
+        if compiler() is None:
+            return f"no C++ compiler on this machine (looked for CXX, {', '.join(_COMPILERS)})"
+        if self.path.exists():
+            return None
+        if self.failed.exists():
+            return self.failed.read_text(encoding="utf-8").strip()
+        if self._process is None:
+            try:
+                self._process = self._make()
+            except OSError as error:
+                return f"its compiler cannot be started: {error.strerror or error}"
+        code = self._process.poll()
+        if code is None:
+            return "being compiled beside this run"
+        if -code in _CRASHES:
+            reason = f"its check against the reference crashed ({signal.Signals(-code).name})"
+            self.failed.write_text(reason + "\n", encoding="utf-8")
+            return reason
+        return f"compiling it ended with code {code} (see '{self.path.with_suffix('.log')}')"
+
+    def wait(self, timeout: float) -> str | None:
+        """``reason`` once the making has ended, or after ``timeout`` seconds."""
+        self.start()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout)
+        self.refresh()
+        return self.reason()
+
+    def adopt(self, path: Path) -> None:
+        """Load the functions from ``path``."""
+        loaded = ctypes.CDLL(str(path))
+        for name, arguments in self.functions.items():
+            function = getattr(loaded, name)
+            function.argtypes, function.restype = list(arguments), self.returns.get(name)
+        self._loaded, self._reason = loaded, None
+
+    def __getattr__(self, name: str) -> Any:
+        """A function of the library by its name."""
+        if name.startswith("_") or self._loaded is None:
+            raise AttributeError(name)
+        return getattr(self._loaded, name)
+
+    @property
+    def path(self) -> Path:
+        """Where the checked library lies: named by sources, compiler, flags, processor: nothing goes stale."""
+        hashed = hashlib.blake2b(digest_size=10)
+        for source in self.sources:
+            hashed.update(source.read_bytes())
+        hashed.update(repr((_identity(compiler()), flags(), _processor())).encode())
+        return cache_folder() / f"{self.name}-{hashed.hexdigest()}{'.dylib' if sys.platform == 'darwin' else '.so'}"
+
+    @property
+    def failed(self) -> Path:
+        """Where the reason lies if it cannot be made."""
+        return self.path.with_suffix(".failed")
+
+    def _make(self) -> "subprocess.Popen[bytes]":
+        folder = self.path.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        package = Path(__file__).parents[3]
+        environment = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with open(self.path.with_suffix(".log"), "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "phylon.ops.native.make", self.module],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """The address of a tensor's first element, for a ``c_void_p`` argument; ``None`` is the null pointer."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def compiler() -> str | None:
+    """The C++ compiler: ``$CXX`` or the usual names."""
+    wanted = os.environ.get("CXX")
+    names = (wanted.split()[0],) if wanted else _COMPILERS
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def flags() -> list[str]:
+    """How the sources are compiled: for this very processor. ``-ffp-contract=fast`` is the fused multiply-add."""
+    common = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+    # Apple's compiler has no OpenMP of its own; the kernels then run on one thread.
+    return [*common, "-mcpu=native"] if sys.platform == "darwin" else [*common, "-march=native", "-fopenmp"]
+
+
+def cache_folder() -> Path:
+    """``$PHYLON_CACHE/native``, by default the user's cache folder."""
+    chosen = os.environ.get("PHYLON_CACHE")
+    if chosen:
+        return Path(chosen) / "native"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phylon" / "native"
+
+
+def _identity(path: str | None) -> tuple[str, int, int] | None:
+    if path is None:
+        return None
+    real = Path(path).resolve()
+    found = real.stat()
+    return str(real), found.st_size, found.st_mtime_ns
+
+
+def _processor() -> str:
+    """What ``native`` means here: the instruction sets of the first processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""

@@ -1,0 +1,100 @@
+"""Compiling beside the run: ready, being made, no compiler, does not compile, wrong, crashing; all in one line."""
+
+import ctypes
+import sys
+from pathlib import Path
+
+import pytest
+
+from phylon.ops.native import library as module
+from phylon.ops.native import ready
+
+GOOD = 'extern "C" void twice(float* x, long n) { for (long i = 0; i < n; ++i) x[i] *= 2; }\n'
+MODULE = """
+from pathlib import Path
+from phylon.ops.native import Library
+import ctypes
+
+def check():
+    {check}
+
+SOURCES = [Path(__file__).with_name("{name}.cpp")]
+LIBRARY = Library("{name}", SOURCES, {{"twice": [ctypes.c_void_p, ctypes.c_long]}}, check)
+"""
+CHECK = "x = (ctypes.c_float * 3)(1, 2, 3); LIBRARY.twice(ctypes.addressof(x), 3); return None if x[2] == 6 else 'x'"
+
+pytestmark = pytest.mark.skipif(module.compiler() is None, reason="no C++ compiler on this machine")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A library from a source and a check, in a cache of its own."""
+    monkeypatch.setenv("PHYLON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(module, "LIBRARIES", {})
+    monkeypatch.setattr(ready, "LIBRARIES", module.LIBRARIES)
+
+    def make(name: str, source: str = GOOD, check: str = CHECK) -> module.Library:
+        (tmp_path / f"{name}.cpp").write_text(source)
+        (tmp_path / f"{name}.py").write_text(MODULE.format(name=name, check=check))
+        found = __import__(name).LIBRARY
+        del sys.modules[name]
+        return found
+
+    return make
+
+
+def test_made_beside_then_used(made) -> None:
+    library = made("lib_good")
+    assert library.reason() == "being compiled beside this run"
+    assert library.wait(60) is None
+    x = (ctypes.c_float * 2)(1.5, -4)
+    library.twice(ctypes.addressof(x), 2)
+    assert list(x) == [3, -8]
+    again = made("lib_good")
+    assert again.reason() is None, "the second process finds it in the cache"
+
+
+def test_the_answer_holds_until_refresh(made) -> None:
+    library = made("lib_hold")
+    assert library.reason() is not None
+    library._process.wait(60)
+    assert library.reason() == "being compiled beside this run"
+    ready.refresh()
+    assert library.reason() is None
+    assert ready.names() == ["lib_hold"]
+    ready.limit([])
+    assert library.reason() == "this run began without it"
+    ready.limit(None)
+    assert library.reason() is None
+
+
+def test_no_compiler(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert made("lib_none").wait(5).startswith("no C++ compiler on this machine")
+
+
+def test_does_not_compile(made) -> None:
+    reason = made("lib_bad", source="int x = ;\n").wait(60)
+    assert reason.startswith("it does not compile: ")
+    assert "\n" not in reason
+    assert made("lib_bad", source="int x = ;\n").reason() == reason, "it is not tried again"
+
+
+def test_wrong_result_is_never_used(made) -> None:
+    library = made("lib_wrong", source=GOOD.replace("*= 2", "*= 3"))
+    assert library.wait(60) == "its check against the reference failed: x"
+    assert not library.path.exists()
+
+
+def test_crash_in_the_check_stays_outside(made) -> None:
+    library = made("lib_crash", check="ctypes.string_at(0)")
+    assert library.wait(60) == "its check against the reference crashed (SIGSEGV)"
+    assert not library.path.exists()
+    assert made("lib_crash", check="ctypes.string_at(0)").reason() == library.reason(), "it is not tried again"
+
+
+def test_switched_off(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHYLON_NATIVE", "0")
+    assert made("lib_off").wait(5) == "switched off by PHYLON_NATIVE=0"
