@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from torch import Tensor
 
 from phylon.data import Draws, Examples, Loader, Source, evaluation_batches, sentences, stack, tokenise
 from phylon.data.documents import digest
@@ -116,15 +117,14 @@ class MaskedLanguage(TokenObjective, frozen=True, kw_only=True):
         return {"mlm": n_targets(batch["mlm"]), **pairs, **self.router_counts(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        out = self._run(model, batch)
+        out = self.run(model, batch)
         return self._terms(out) | self.router_terms(model, out)
 
     def measure(self, model: Model, batch: Batch) -> dict[str, Loss]:
         # With the scores of the last token alone, the heads of whole rows are complete and no (B, T, V) exists.
-        out = self._run(model, batch, logits="last")
-        hidden = batch["mlm"] != IGNORE
-        guesses = model.heads["mlm"](out.hidden[hidden], None).argmax(-1)
-        found = self._terms(out) | {"mlm_accuracy": right(guesses, batch["mlm"][hidden])}
+        out = self.run(model, batch, logits="last")
+        guesses = self.token_scores(model, out, batch).argmax(-1)
+        found = self._terms(out) | {"mlm_accuracy": right(guesses, batch["mlm"][batch["mlm"] != IGNORE])}
         if self.pairs is not None:
             found["nsp_accuracy"] = right(out.heads[self.pairs.head].argmax(-1), batch["nsp"])
         return found
@@ -132,7 +132,10 @@ class MaskedLanguage(TokenObjective, frozen=True, kw_only=True):
     def scores(self) -> tuple[str, ...]:
         return ("mlm_accuracy", "nsp_accuracy")
 
-    def _run(self, model: Model, batch: Batch, logits: Literal["last", "none"] = "none") -> Output:
+    def asked(self, batch: Batch) -> tuple[str | None, Tensor]:
+        return "mlm", batch["mlm"]
+
+    def run(self, model: Model, batch: Batch, logits: Literal["last", "none"] = "none") -> Output:
         targets = {"mlm": batch["mlm"]} | ({} if self.pairs is None else {self.pairs.head: batch["nsp"]})
         tokens, segments, types = batch["tokens"], batch["segments"], batch.get("types")
         return model(tokens, segments=segments, types=types, targets=targets, logits=logits)

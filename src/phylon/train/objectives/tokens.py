@@ -11,7 +11,7 @@ from torch import Tensor
 from phylon.data import Example, Examples, Source, TokenStore, split_documents, tokenise
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model, Output
-from phylon.ops.loss import Loss
+from phylon.ops.loss import IGNORE, Loss
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.train.objectives.base import Batch, Material, Objective
@@ -73,6 +73,20 @@ class TokenObjective(Mechanism, Objective, frozen=True, kw_only=True):
                 found[name] = Loss(torch.stack([term.sum for term in terms]).sum(), terms[0].count)
         return found
 
+    def run(self, model: Model, batch: Batch) -> Output:
+        """The forward pass over a batch, with its losses and without scores."""
+        raise NotImplementedError
+
+    def asked(self, batch: Batch) -> tuple[str | None, Tensor]:
+        """The head (``None``: the first) whose tokens are learned, and its targets (B, T)."""
+        return None, batch["targets"]
+
+    def token_scores(self, model: Model, out: Output, batch: Batch) -> Tensor:
+        """The scores (N, V) of the N tokens that are asked for, row by row."""
+        name, targets = self.asked(batch)
+        head = next(iter(model.heads.values())) if name is None else model.heads[name]
+        return head(out.hidden[targets != IGNORE], None)
+
     def after_step(self, model: Model) -> None:
         if self.bias_rate:
             for module in model.modules():
@@ -88,12 +102,15 @@ def _read_by(batch: Batch) -> dict[str, Tensor]:
     return {"decoder": batch["segments"], "encoder": batch.get("source_segments", batch["segments"])}
 
 
-def token_stores(material: Material, row: int) -> tuple[TokenStore, TokenStore | None]:
+def token_stores(
+    material: Material, row: int, end: tuple[int, ...] | None = None
+) -> tuple[TokenStore, TokenStore | None]:
     """The training and the held-out tokens, kept in ``material.folder``; rows take ``row`` tokens."""
     data = material.recipe.data
     material.say("tokenising the data")
-    store = tokenise(material.training, material.text, material.folder)
-    held = None if material.held_out is None else tokenise(material.held_out, material.text, material.folder)
+    store = tokenise(material.training, material.text, material.folder, end=end)
+    held = material.held_out
+    held = None if held is None else tokenise(held, material.text, material.folder, end=end)
     if held is None and data.held_out:
         store, held = _cut(store, row, data.held_out)
     material.say(
