@@ -1,6 +1,7 @@
 """A model over several processes by PyTorch's own engines: DDP (weights everywhere), FSDP2 (weights in shards, a block
 at a time). The rest of the trainer sees plain local tensors, and whole ones in checkpoints."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -16,9 +17,21 @@ from torch.nn.parallel import DistributedDataParallel
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model
 from phylon.model.block import BlockModule
+from phylon.spec.errors import UserError
+from phylon.train.checkpoint import check_model_tensors, model_tensors
 from phylon.train.world import World
 
 Kind = Literal["ddp", "fsdp"]
+
+
+def check_parallel(recipe: Any) -> None:
+    """Refuse what shards of matrices cannot be trained by: these optimizers need them whole."""
+    if recipe.run.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        kind = type(recipe.optim).__name__
+        if kind in ("Adafactor", "Muon"):
+            raise UserError(
+                f"{kind.lower()} needs whole matrices, and fsdp keeps shards; set run.parallel=ddp or adamw"
+            )
 
 
 class Parallel:
@@ -52,14 +65,14 @@ class Parallel:
         return {name: self._local.get(name, p) for name, p in self.model.named_parameters()}
 
     @contextmanager
-    def part(self, last: bool) -> Generator[None]:
-        """Around the forward and backward pass of one part of a batch; gradients are exchanged after the last."""
-        if self._ddp is not None and not last:
+    def part(self, exchange: bool) -> Generator[None]:
+        """Around the forward and backward pass of one part of a batch, whose gradients are exchanged now or later."""
+        if self._ddp is not None and not exchange:
             with self._ddp.no_sync():
                 yield
             return
         if self.kind == "fsdp":
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self.model.set_requires_gradient_sync(exchange)  # type: ignore[operator]
         yield
 
     def take_gradients(self) -> None:
@@ -79,6 +92,14 @@ class Parallel:
     def own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The reverse of ``whole``: this process's part of each."""
         return {name: self._own(name, tensor) for name, tensor in tensors.items()}
+
+    def load_model(self, tensors: dict[str, Tensor]) -> None:
+        """Put the whole tensors of a checkpoint into the model, each process its own part."""
+        check_model_tensors(self.model, tensors)
+        own = self.own(tensors)
+        with torch.no_grad():
+            for name, target in model_tensors(self.model).items():
+                (target.to_local() if isinstance(target, DTensor) else target).copy_(own[name])
 
     def sum_loads(self) -> None:
         """Add up what the routers counted, before their biases are moved."""
