@@ -259,12 +259,6 @@ def test_unreadable_data_end_the_run_in_one_line_with_its_state_kept(tmp_path):
     assert again.run().step == 20
 
 
-def test_a_batch_of_fewer_rows_than_parts_is_refused(tmp_path):
-    loader = ToyLoader(batch_size=2)
-    with pytest.raises(UserError, match=r"run\.batch_size=3 or more"):
-        Trainer(toy_model(), loader, toy_recipe(accumulate=3), tmp_path).run()
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [

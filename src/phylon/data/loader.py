@@ -121,7 +121,12 @@ class Loader:
             )
         assert 0 <= part < of, (part, of)
         size = self.order.batch_size // of
-        return stack([self.rows.example(*place) for place in self.order.places(step)[part * size : (part + 1) * size]])
+        places = self.order.places(step)[part * size : (part + 1) * size]
+        return self.collate([self.rows.example(*place) for place in places])
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """The batch of these examples."""
+        return stack(examples)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

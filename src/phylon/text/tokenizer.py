@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import processors
@@ -20,6 +20,27 @@ from phylon.text.stream import ByteDecoder, StreamDecoder
 
 Span = tuple[int, int]
 SENTINEL = "<extra_id_{}>"
+
+
+class Joint(NamedTuple):
+    """One or two texts as the model reads them: ``texts`` says which of them (0 or 1, ``None``: added) an id is from.
+
+    ``spans`` are half-open spans of characters of that text, (0, 0) for what was added.
+    """
+
+    ids: list[int]
+    types: list[int]
+    texts: list[int | None]
+    spans: list[Span]
+
+    def keep(self, places: Sequence[int]) -> Joint:
+        """The ids at these places, with all that is known of each."""
+        return Joint(
+            ids=[self.ids[i] for i in places],
+            types=[self.types[i] for i in places],
+            texts=[self.texts[i] for i in places],
+            spans=[self.spans[i] for i in places],
+        )
 
 
 class Tokenizer:
@@ -139,6 +160,11 @@ class Tokenizer:
         """Ids and types of two texts joined as the model joins them (BERT: [CLS] a [SEP] b [SEP], types 0 and 1)."""
         encoding = self._encode(a, True, b)
         return encoding.ids, encoding.type_ids
+
+    def encode_joint(self, a: str, b: str | None = None) -> Joint:
+        """One text, or two joined as ``encode_pair`` joins them, with where each id comes from."""
+        encoding = self._encode(a, True, b)
+        return Joint(encoding.ids, encoding.type_ids, encoding.sequence_ids, encoding.offsets)
 
     def _encode(self, text: str, special: bool, pair: str | None = None) -> tokenizers.Encoding:
         try:

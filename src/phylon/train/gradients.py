@@ -118,4 +118,6 @@ def cut(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+    parts = [{name: pieces[i] for name, pieces in split.items()} for i in range(count)]
+    # A batch by token count may have fewer rows than parts.
+    return [part for part in parts if len(next(iter(part.values())))]

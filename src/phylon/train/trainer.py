@@ -268,7 +268,7 @@ class Trainer:
                 f"the last good state is in {self.checkpoints}, --resume goes on from it"
             ) from None
         size, accumulate, rows = self.world.size, self.recipe.run.accumulate, len(next(iter(batch.values())))
-        if rows < size * accumulate:
+        if size > 1 and rows < size * accumulate:
             raise UserError(
                 f"a batch of {rows} rows cannot be shared by {size} processes in {accumulate} parts each; "
                 f"give run.batch_size={size * accumulate} or more"
