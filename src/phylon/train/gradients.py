@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from phylon.train.optim import GradientNorm
 from phylon.train.parallel import Parallel
 from phylon.train.scaling import LossScale
 
+T = TypeVar("T")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -81,14 +82,20 @@ class Gradients:
         norm = self.optimizer.norm(divided)
         return Found(objective.total(means), means, self._agreed(norm), divided)
 
-    def trial(self, batch: Batch) -> None:
-        """One part forward and backward on the bare model, for what must be tried or timed; gradients are dropped."""
+    def trial(self, batch: Batch, *, keep: bool = False, between: Callable[[], T] | None = None) -> T | None:
+        """One part forward and backward on the bare model, for what must be tried or timed.
+
+        Gradients are dropped unless ``keep``; ``between`` is called before the backward pass, and its answer returned.
+        """
         counts = self.objective.counts(batch)
         with self.autocast():
             losses = self.objective.losses(self.parallel.model, self.on_device(self.parts(batch)[0]))
             total = self.objective.summed(losses, counts)
+        answer = None if between is None else between()
         total.backward()
-        self.optimizer.drop()
+        if not keep:
+            self.optimizer.drop()
+        return answer
 
     def _agreed(self, norm: GradientNorm) -> GradientNorm:
         """The norm of all shards, and what is not finite in any."""

@@ -13,6 +13,7 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
+from phylon.train.estimate import check_fits
 from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.prepare import Prepared, check, prepare
 from phylon.train.pretrained import merged_copy
@@ -72,6 +73,7 @@ def train(
         world.from_first(lambda: _check_folder(recipe, out, resume=resume, fresh=fresh))
         last = world.from_first(lambda: latest_checkpoint(out / "checkpoints") if resume else None)
         source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
+        world.from_first(lambda: check_fits(wanted, source, device, world))
         watchers = tuple(callbacks) if world.first else ()
         prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
         loader, held_out, own_sample = prepared.feed
