@@ -217,7 +217,7 @@ def test_fp16_is_refused_on_a_cpu_and_its_scale_finds_its_place(tmp_path, monkey
     plain = Trainer(toy_model(), ToyLoader(), toy_recipe(steps=1), tmp_path / "plain")
     plain.run()
     # The arithmetic of a GPU run, on the CPU's autocast.
-    monkeypatch.setattr("phylon.train.trainer.resolve_precision", lambda wanted, device: "fp16")
+    monkeypatch.setattr("phylon.train.session.resolve_precision", lambda wanted, device: "fp16")
     fixed = ToyLoader().batch(0)
 
     def go(folder, steps=30):

@@ -4,15 +4,11 @@ at a time). The rest of the trainer sees plain local tensors, and whole ones in 
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model
@@ -21,6 +17,10 @@ from phylon.spec.errors import UserError
 from phylon.train.checkpoint import check_model_tensors, model_tensors
 from phylon.train.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# The engines are imported where they are used: they take longer to import than all the rest of PyTorch.
 Kind = Literal["ddp", "fsdp"]
 
 
@@ -45,17 +45,28 @@ class Parallel:
         self.model, self.world = model, world
         self.kind = kind if world.size > 1 else None
         self.called: Any = model
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: Any = None
+        self._shards: dict[str, DTensor] = {}
+        self._local: dict[str, nn.Parameter] = {}
         if self.kind == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
             # What an objective does not use (a head that has no targets) takes no gradient, and must not be waited for.
             self._ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
             self.called = _Through(self._ddp, model)
         elif self.kind == "fsdp":
-            mesh = init_device_mesh(model.device.type, (world.size,))
-            for block in [m for m in model.modules() if isinstance(m, BlockModule)]:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        self._shards = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+            self._shard()
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = self.model
+        mesh = init_device_mesh(model.device.type, (self.world.size,))
+        for block in [m for m in model.modules() if isinstance(m, BlockModule)]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self._shards = dict(model.named_parameters())  # type: ignore[arg-type]
         self._local = {
             name: nn.Parameter(p.to_local(), requires_grad=p.requires_grad) for name, p in self._shards.items()
         }
@@ -99,7 +110,8 @@ class Parallel:
         own = self.own(tensors)
         with torch.no_grad():
             for name, target in model_tensors(self.model).items():
-                (target.to_local() if isinstance(target, DTensor) else target).copy_(own[name])
+                shard = self._shards.get(name)
+                (target if shard is None else shard.to_local()).copy_(own[name])
 
     def sum_loads(self) -> None:
         """Add up what the routers counted, before their biases are moved."""
@@ -108,15 +120,19 @@ class Parallel:
                 if isinstance(module, GroupedSigmoidRouterModule) and module.load is not None:
                     dist.all_reduce(module.load)
 
-    def _shard_of(self, name: str) -> DTensor | None:
+    def _shard_of(self, name: str) -> "DTensor | None":
         return self._shards.get(name, self._shards.get(name.partition(".")[2]))
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
         shard = self._shard_of(name)
-        if shard is None or tensor.shape != shard.to_local().shape or not tensor.ndim:
+        if shard is None:
             return tensor
+        if tensor.shape == shard.shape and hasattr(tensor, "full_tensor"):
+            return tensor.full_tensor()  # type: ignore[operator]
+        if tensor.shape != shard.to_local().shape or not tensor.ndim:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
         placed = DTensor.from_local(
             tensor, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )
@@ -126,6 +142,8 @@ class Parallel:
         shard = self._shard_of(name)
         if shard is None or tensor.shape != shard.shape:
             return tensor
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(tensor.to(shard.device), shard.device_mesh, shard.placements).to_local()
 
 

@@ -3,7 +3,7 @@
 Everything here only reads: a run that is watched ends with the same bits as one that is not.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ MOST_TOKENS = 256  # of the row that is looked at through taps
 class Watcher:
     """Gathers the "watch" record of a step: ``before`` and ``after`` the update, ``saved`` around a forward pass."""
 
-    def __init__(self, model: Model, gradients: Gradients, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, model: Model, gradients: Gradients, parameters: Mapping[str, Tensor]) -> None:
         self.model, self.gradients = model, gradients
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self.activation_bytes = 0
