@@ -140,6 +140,7 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_from_its_checkpoint(tmp_p
     assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(whole).items())
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_once_and_ends_all(tmp_path):
     processes = start(tmp_path / "run", 2, "--set", "run.batch_size=1")
     said = [process.communicate(timeout=100)[1] for process in processes]

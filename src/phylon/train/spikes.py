@@ -68,12 +68,14 @@ class RollBack(Mechanism, SpikePolicy, frozen=True, kw_only=True):
 class SpikeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a run remembers: the last good losses, batches passed over, and until which step it goes slowly.
 
-    The batch of step s is number ``s + passed``.
+    ``good_until``: the step it went back to last, whose checkpoint needs no ``margin`` to be trusted. The batch of step
+    s is number ``s + passed``.
     """
 
     losses: list[float] = []
     passed: int = 0
     rollbacks: int = 0
+    good_until: int = 0
     slow_until: int = 0
 
     def accept(self, loss: float, policy: SpikePolicy) -> None:

@@ -3,6 +3,7 @@
 import math
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 
@@ -232,8 +233,7 @@ class Trainer(Session):
         policy, state, loss = self.recipe.run.on_spike, self.state, self.loss
         spike = {"loss": loss, "z_score": score, "batch": state.step + state.spikes.passed}
         old = isinstance(policy, RollBack)
-        good = last_good(self.checkpoints, state.step - policy.margin) if isinstance(policy, RollBack) else None
-        good = self.world.from_first(lambda: good)
+        good = self.world.from_first(lambda: self._good_checkpoint())
         if good is None or not isinstance(policy, RollBack):
             why = "; no checkpoint is old enough to go back to" if old else ""
             self._skip(f"the loss {loss:.4g} lies {score:.1f} deviations above the median{why}", spike)
@@ -251,6 +251,7 @@ class Trainer(Session):
         first, last = state.step + state.spikes.passed, before + passed
         state.spikes.passed = last + 1 - state.step
         state.spikes.rollbacks = rollbacks + 1
+        state.spikes.good_until = state.step
         state.spikes.slow_until = state.step + policy.slow_steps
         state.seconds = self._elapsed()
         self._last = {}
@@ -263,6 +264,13 @@ class Trainer(Session):
         )
         self._save()
         return True
+
+    def _good_checkpoint(self) -> Path | None:
+        """The newest checkpoint that the recipe's policy trusts."""
+        policy, spikes = self.recipe.run.on_spike, self.state.spikes
+        if not isinstance(policy, RollBack):
+            return None
+        return last_good(self.checkpoints, max(self.state.step - policy.margin, spikes.good_until))
 
     def _periodic(self, stop: StopRequest) -> bool:
         """What is due after a step; whether the time is used up. All processes decide alike."""
