@@ -72,10 +72,10 @@ class Session:
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)
         self.checkpoints = self.out / "checkpoints"
-        self._compile()
+        unused = self._tried()
         if run.recompute == "blocks":
             recompute_blocks(model)
-        self.parallel = Parallel(model, world, run.parallel)
+        self.parallel = Parallel(model, world, run.parallel, unused=unused)
         parameters = self.parallel.parameters()
         self.optimizer: Any = build(recipe.optim, parameters.items())  # type: ignore[arg-type]
         self.gradients = Gradients(self.parallel, self.objective, self.optimizer, self.precision, run.accumulate)
@@ -183,17 +183,25 @@ class Session:
         if random is not None:
             set_random_state(random)
 
-    def _compile(self) -> None:
-        if self.recipe.run.compile == "off":
-            return
-        trial = Gradients(
-            Parallel(self.model, World(), "ddp"), self.objective, _Dropping(self.model), self.precision, 1
-        )
+    def _tried(self) -> bool:
+        """Compile the blocks if the recipe says so; whether the objective leaves a parameter without a gradient."""
+        run, model = self.recipe.run, self.model
+        if run.compile == "off" and self.world.size == 1:
+            return False
+        parts = run.accumulate * self.world.size
+        gradients = Gradients(Parallel(model, World(), "ddp"), self.objective, _Dropping(model), self.precision, parts)
+        work = lambda: gradients.trial(self.loader.batch(0), keep=True)
         with random_state_kept():
-            reason = compile_blocks(self.model, lambda: trial.trial(self.loader.batch(0)))
-        self.environment["compiled"] = "blocks" if reason is None else "no"
-        if reason is not None:
-            self._say(f"torch.compile does not work here, going on without: {reason}")
+            if run.compile == "blocks":
+                reason = compile_blocks(model, work)
+                self.environment["compiled"] = "blocks" if reason is None else "no"
+                if reason is not None:
+                    self._say(f"torch.compile does not work here, going on without: {reason}")
+            else:
+                work()
+        unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
+        model.zero_grad(set_to_none=True)
+        return unused
 
     def _machine_as_before(self, environment: dict[str, str]) -> None:
         """What was measured or found at the start of the run stays what it was, for the sake of the same bits."""

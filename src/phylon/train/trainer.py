@@ -335,9 +335,12 @@ class Trainer(Session):
             return
         started = time.perf_counter()
         self._last["samples"] = self.state.step
+        model = self.whole_model()
+        if not self.world.first:
+            return
         try:
-            with random_state_kept(), torch.no_grad(), evaluating(self.model):
-                self.samples = self.sample(self.model)
+            with random_state_kept(), torch.no_grad(), evaluating(model):
+                self.samples = self.sample(model)
         except Exception as error:
             self._say(f"no samples at step {self.state.step}: {error}")
             return
