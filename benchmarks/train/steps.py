@@ -64,7 +64,7 @@ def our_step(model, optimizer, objective, data: tuple[Tensor, Tensor], bf16: boo
         count = int(loss.count)
         optimizer.norm(count)
         optimizer.step(3e-4, 1 / count)
-        return float(loss.sum) / count
+        return float(loss.sum.detach()) / count
 
     return step
 
