@@ -16,7 +16,16 @@ from steps import STEPS, machine, raise_malloc_thresholds
 from torch.profiler import ProfilerActivity, profile
 
 KINDS = {
-    "loss": ("LinearCrossEntropy", "log_softmax", "nll_loss", "logsumexp", "cross_entropy", "aten::exp", "scatter", "gather"),
+    "loss": (
+        "LinearCrossEntropy",
+        "log_softmax",
+        "nll_loss",
+        "logsumexp",
+        "cross_entropy",
+        "aten::exp",
+        "scatter",
+        "gather",
+    ),
     "attention": ("scaled_dot_product", "flash_attention", "Attention"),
     "matrix products": ("mm", "linear", "matmul", "Product", "Linear", "mkldnn"),
     "norms": ("norm", "Norm", "rsqrt", "aten::mean", "aten::pow"),

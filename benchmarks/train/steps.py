@@ -38,11 +38,12 @@ def tokens(size: str, rows: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _ours(style: str, size: str, bf16: bool) -> Step:
+    from phylon.train.objective import NextToken
+
     from phylon.families import build
     from phylon.families.decoder import llama_spec
     from phylon.families.gpt2 import gpt2_spec
     from phylon.spec.registry import build as build_part
-    from phylon.train.objective import NextToken
     from phylon.train.optim import AdamW
 
     d, blocks, heads, length, vocab, _, gated = SIZES[size]
@@ -69,7 +70,9 @@ def our_step(model, optimizer, objective, data: tuple[Tensor, Tensor], bf16: boo
     return step
 
 
-def _peer(model: nn.Module, loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor], size: str, bf16: bool, compiled: bool) -> Step:
+def _peer(
+    model: nn.Module, loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor], size: str, bf16: bool, compiled: bool
+) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
     run = torch.compile(model) if compiled else model
     ids, targets = tokens(size)

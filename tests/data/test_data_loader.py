@@ -12,6 +12,7 @@ from phylon.data import (
     BatchOrder,
     Loader,
     PackedRows,
+    Row,
     epoch_permutation,
     evaluation_batches,
     next_token_targets,
@@ -96,7 +97,7 @@ def test_resuming_with_something_else_names_every_difference():
         "seed was 0 and is now 1",
         "batch_size was 4 and is now 3",
         "n_rows was 15",
-        "seq_len was 4",
+        "shapes was 'tokens (4,), segments (4,), targets (4,)' and is now 'tokens (5,)",
         "data was",
     ):
         assert words in str(caught.value)
@@ -111,7 +112,7 @@ def test_resuming_with_something_else_names_every_difference():
 
 @pytest.mark.parametrize("batch_size", [1, 4, 15, 16])
 def test_evaluation_sees_every_row_once_in_order(batch_size):
-    batches = list(evaluation_batches(ROWS, batch_size))
+    batches = list(evaluation_batches(ROWS, batch_size, Row.padding(4)._asdict()))
     assert {tuple(part.shape) for batch in batches for part in batch.values()} == {(batch_size, 4)}
     tokens, segments, targets = (torch.cat([batch[name] for batch in batches]) for name in batches[0])
     real = len(ROWS)

@@ -7,7 +7,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phylon.ops import loss as module
-from phylon.ops.loss import IGNORE, Loss, cross_entropy, linear_cross_entropy
+from phylon.ops.loss import IGNORE, Loss, Targets, cross_entropy, linear_cross_entropy
+from phylon.spec.errors import UserError
 
 N, D, V = 10, 6, 13
 OPTIONS = [
@@ -178,3 +179,34 @@ def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mean_of_a_loss() -> None:
     assert float(Loss(torch.tensor(6.0), torch.tensor(3)).mean) == 2.0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_weigh_each_token_and_are_counted(smoothing: float) -> None:
+    """The weighted sum over the sum of the weights, by hand; an ignored target's weight does not count."""
+    hidden, weight, bias, targets = inputs()
+    weights = torch.rand(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = hidden @ weight.T + bias
+    alone = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none", label_smoothing=smoothing
+    )
+    wanted, counted = (alone * weights.flatten()).sum(), weights[targets != IGNORE].sum()
+    expected = torch.autograd.grad(wanted, (hidden, weight, bias))
+    found = linear_cross_entropy(hidden, weight, targets, bias=bias, label_smoothing=smoothing, weights=weights)
+    readable = cross_entropy(hidden @ weight.T + bias, targets, label_smoothing=smoothing, weights=weights)
+    for loss in (found, readable):
+        torch.testing.assert_close(loss.sum, wanted)
+        torch.testing.assert_close(loss.count, counted)
+    for mine, theirs in zip(torch.autograd.grad(found.sum, (hidden, weight, bias)), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    ones = linear_cross_entropy(hidden, weight, targets, bias=bias, weights=torch.ones(2, 5))
+    torch.testing.assert_close(ones.sum, linear_cross_entropy(hidden, weight, targets, bias=bias).sum)
+
+
+def test_targets_that_do_not_fit_are_refused() -> None:
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(UserError, match=r"weights are \(2, 2\), targets \(2, 3\)"):
+        Targets.of(Targets(ids, torch.ones(2, 2)))
+    with pytest.raises(UserError, match="label_smoothing must be"):
+        Targets.of(Targets(ids, label_smoothing=1.0))
+    assert Targets.of(ids) == Targets(ids)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phylon.data import JsonLines, TextFile, Texts
 from phylon.spec import UserError, override
 from phylon.train import (
     BPE,
@@ -11,7 +12,6 @@ from phylon.train import (
     AdamW,
     Characters,
     DataRecipe,
-    InlineTexts,
     InverseSqrt,
     Linear,
     Loaded,
@@ -48,7 +48,9 @@ recipes = st.builds(
     model=st.sampled_from([{"preset": "gpt2"}, {"family": "llama", "d_model": 64}]),
     data=st.builds(
         DataRecipe,
-        source=st.sampled_from(["python", "a.txt", InlineTexts(texts=("ab", "c"), repeat=3)]),
+        source=st.sampled_from(
+            ["python", TextFile(path="a.txt"), JsonLines(path="b.jsonl", field="c"), Texts(("ab", "c"), repeat=3)]
+        ),
         tokenizer=st.sampled_from(
             [BPE(vocab_size=300), Characters(), Loaded(path="x"), Unigram(), WordPiece(lowercase=False)]
         ),

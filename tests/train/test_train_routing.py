@@ -11,7 +11,7 @@ from phylon.layers.inits import FanInInit
 from phylon.model import Model, build
 from phylon.spec import override
 from phylon.train import AdamW, Trainer
-from phylon.train.objective import NextToken
+from phylon.train.objectives import NextToken
 
 SGD_LIKE = AdamW(lr=1e-2, eps=1.0, betas=(0.0, 0.0), weight_decay=0.0)
 

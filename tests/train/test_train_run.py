@@ -172,7 +172,7 @@ def test_mistakes_are_found_before_any_work(tmp_path, monkeypatch):
         raise AssertionError("began to work on a run that cannot be")
 
     monkeypatch.setattr("phylon.train.prepare._tokenizer", worked)
-    monkeypatch.setattr("phylon.train.prepare.tokenise", worked)
+    monkeypatch.setattr("phylon.train.objectives.tokens.tokenise", worked)
     out = tmp_path / "run"
     for changes in ({"model.family": "lama"}, {"model.n_head": 3}, {"model.d_model": 15}, {"data.seq_len": 17}):
         with pytest.raises(UserError):

@@ -12,7 +12,7 @@ from phylon.ops.loss import Loss
 from phylon.spec import UserError
 from phylon.train import AdamW, Callback, Interrupted, Trainer, WarmupCosine, latest_checkpoint, read_metrics
 from phylon.train.checkpoint import checkpoints, load_checkpoint
-from phylon.train.objective import NextToken
+from phylon.train.objectives import NextToken
 from phylon.train.threads import faster_threads
 
 
@@ -164,12 +164,12 @@ def test_watching_more_often_changes_nothing(tmp_path):
 class Poisoned(NextToken, frozen=True, kw_only=True, tag="poisoned_for_tests"):
     """Makes the gradient of one tensor infinite."""
 
-    def loss(self, model, batch):
-        found = super().loss(model, batch)
+    def losses(self, model, batch):
+        found = super().losses(model, batch)["lm"]
         if int(batch["tokens"][0, 0]) < 4:
             bias = model.decoder.blocks[0].ffn_norm.bias
-            return Loss(found.sum + (bias * 0).sum() / 0, found.count)
-        return found
+            return {"lm": Loss(found.sum + (bias * 0).sum() / 0, found.count)}
+        return {"lm": found}
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_named(tmp_path):
@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_named(tmp_path):
             optimizer = Trainer(by_hand, ToyLoader(), recipe, tmp_path / "good").optimizer
         if step in bad:
             continue
-        loss = NextToken().loss(by_hand, ToyLoader().batch(step))
+        loss = NextToken().losses(by_hand, ToyLoader().batch(step))["lm"]
         loss.sum.backward()
         norm = optimizer.norm(int(loss.count)).value
         lr = recipe.optim.lr * recipe.schedule.ratio(step, 12)
@@ -223,7 +223,7 @@ def test_evaluation_is_the_mean_over_held_out_tokens(tmp_path):
     batches = [ToyLoader(seed=9).batch(step) for step in range(3)]
     trainer = train(tmp_path, steps=2, held_out=lambda: iter(batches))
     trainer.model.eval()
-    losses = [NextToken().loss(trainer.model, batch) for batch in batches]
+    losses = [NextToken().losses(trainer.model, batch)["lm"] for batch in batches]
     expected = sum(float(x.sum.detach()) for x in losses) / sum(int(x.count) for x in losses)
     assert trainer.held_out_loss == pytest.approx(expected, rel=1e-6)
     assert [r["loss"] for r in log(tmp_path, "eval")] == [trainer.held_out_loss]
@@ -322,9 +322,9 @@ def test_the_faster_number_of_threads_is_kept(monkeypatch, one_takes):
 class LostLoss(NextToken, frozen=True, kw_only=True, tag="lost_loss_for_tests"):
     """A loss that is infinite while every gradient is finite."""
 
-    def loss(self, model, batch):
-        found = super().loss(model, batch)
-        return Loss(found.sum + math.inf, found.count)
+    def losses(self, model, batch):
+        found = super().losses(model, batch)["lm"]
+        return {"lm": Loss(found.sum + math.inf, found.count)}
 
 
 def test_a_loss_that_is_not_finite_skips_the_step_and_is_named(tmp_path):

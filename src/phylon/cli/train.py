@@ -11,8 +11,19 @@ from phylon.cli.interrupts import check
 
 
 def train(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A TOML file, or demo or tinygpt.")],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the log, checkpoints, model and report.")],
+    recipe: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A TOML file, or demo, tinygpt, lora, finetune.",
+            show_default="finetune with --from",
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", metavar="MODEL", help="Go on from trained weights: a folder, a .gguf file, a name."),
+    ] = None,
     assignments: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change the recipe, as in optim.lr=1e-3; repeatable."),
@@ -31,17 +42,21 @@ def train(
     device: Device = "auto",
 ) -> None:
     """Train a model as a recipe says, or go on training. Ctrl-C saves and leaves."""
+    from phylon.spec.errors import UserError
     from phylon.spec.override import parse_assignment
     from phylon.train import Interrupted, ProgressLine
     from phylon.train import train as run
 
+    if recipe is None and start is None:
+        raise UserError("name a recipe (demo, tinygpt or a TOML file), or a model to go on from with --from")
     samples = _sampler(prompt or [])
+    overrides = ({} if start is None else {"model.from": start}) | dict(map(parse_assignment, assignments or []))
     check()
     try:
         result = run(
-            recipe,
+            recipe or "finetune",
             out=out,
-            overrides=dict(map(parse_assignment, assignments or [])),
+            overrides=overrides,
             resume=resume,
             fresh=fresh,
             allow_changes=allow_changes,

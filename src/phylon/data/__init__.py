@@ -1,9 +1,19 @@
 """From texts to training batches: sources, tokenising once, packing into rows, and a deterministic, resumable order."""
 
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import Document, Source
-from phylon.data.loader import BatchOrder, Loader, epoch_permutation, evaluation_batches, next_token_targets
-from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, Rows, pack_documents
+from phylon.data.documents import DataSource, Document, Record, Source
+from phylon.data.loader import (
+    Batches,
+    BatchOrder,
+    Example,
+    Examples,
+    Loader,
+    epoch_permutation,
+    evaluation_batches,
+    next_token_targets,
+    stack,
+)
+from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
 from phylon.data.split import Part, split_documents
 from phylon.data.tokens import Tokenizer, TokenStore, tokenise
@@ -11,15 +21,19 @@ from phylon.data.tokens import Tokenizer, TokenStore, tokenise
 __all__ = [
     "IGNORE",
     "BatchOrder",
+    "Batches",
+    "DataSource",
     "Document",
+    "Example",
+    "Examples",
     "JsonLines",
     "Loader",
     "PackedDocuments",
     "PackedRows",
     "Part",
     "PythonCorpus",
+    "Record",
     "Row",
-    "Rows",
     "Source",
     "TextFile",
     "TextFolder",
@@ -32,5 +46,6 @@ __all__ = [
     "open_source",
     "pack_documents",
     "split_documents",
+    "stack",
     "tokenise",
 ]

@@ -5,17 +5,17 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
-from phylon.data.documents import Document, digest, file_stamps
+from phylon.data.documents import DataSource, Document, digest, file_stamps
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
+from phylon.spec.registry import register
 
 # Third-party code, tests, demonstrations, and files written by a generator (code pages, build settings, help topics).
 SKIPPED_FOLDERS = {"__pycache__", "__phello__", "site-packages", "dist-packages", "test", "tests", "encodings"}
 SKIPPED_FOLDERS |= {"ensurepip", "idlelib", "lib-dynload", "lib2to3", "pydoc_data", "turtledemo"}
 
 
-class PythonCorpus(msgspec.Struct, frozen=True, kw_only=True, tag="python", tag_field="kind"):
+class PythonCorpus(Mechanism, DataSource, frozen=True, kw_only=True, tag="python"):
     """The ``.py`` files of this interpreter's standard library, sorted by path; about 8 MB on Python 3.11.
 
     Files that are not UTF-8 are left out. Where an interpreter comes without its source files, the help texts in
@@ -78,3 +78,6 @@ def _topics() -> list[tuple[str, str]]:
             "this Python has neither its source files nor pydoc_data; give a text file or a folder"
         ) from error
     return sorted((topic, text) for topic, text in topics.items() if text)
+
+
+register(PythonCorpus, paper="none", cases=lambda: [PythonCorpus(), PythonCorpus(max_bytes=1_000_000)])

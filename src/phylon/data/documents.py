@@ -2,10 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from phylon.spec.base import Slot
 from phylon.spec.errors import UserError
 
 
@@ -27,6 +28,40 @@ class Source(Protocol):
     def documents(self) -> Iterator[Document]: ...
 
     def fingerprint(self) -> str: ...
+
+
+class Record(NamedTuple):
+    """Several values that belong together (a source and its translation, a text and its label), and their name."""
+
+    fields: Mapping[str, Any]
+    name: str
+
+
+class DataSource(Slot):
+    """Slot of ``data.source``: a ``Source`` that a recipe can name. Which of its walks it gives depends on its kind."""
+
+    @classmethod
+    def from_word(cls, word: str) -> "DataSource":
+        """The source that a bare string in a recipe stands for: "python" or a path."""
+        from phylon.data.sources import open_source
+
+        return open_source(word)
+
+    def documents(self) -> Iterator[Document]:
+        """Texts, one a document."""
+        raise UserError(f"the data '{kind_of(self)}' hold no plain texts; give text, or an objective that reads them")
+
+    def records(self) -> Iterator[Record]:
+        """Records of several fields; plain texts have the one field ``text``."""
+        return (Record({"text": document.text}, document.name) for document in self.documents())
+
+    def fingerprint(self) -> str:
+        raise NotImplementedError
+
+
+def kind_of(source: DataSource) -> str:
+    """What a recipe calls this kind of source."""
+    return str(source.__struct_config__.tag)  # type: ignore[attr-defined]
 
 
 def digest(*parts: object) -> str:

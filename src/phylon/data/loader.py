@@ -1,18 +1,46 @@
 """Batches in a shuffled order that is a pure function of (seed, step), so that a run resumes exactly anywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phylon.data.packing import IGNORE, Row, Rows
+from phylon.data.packing import IGNORE
 from phylon.spec.errors import UserError
 
 Batch = dict[str, Tensor]
+Example = Mapping[str, np.ndarray]
+
+
+class Examples(Protocol):
+    """What a loader needs: numbered examples, arrays by name, and a hash of all of them.
+
+    An example that is drawn anew every epoch is a pure function of its index and the epoch. The arrays of one name have
+    one shape over the examples.
+    """
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def example(self, index: int, epoch: int) -> Example: ...
+
+
+class Batches(Protocol):
+    """What training needs of a loader: batch ``step`` as a pure function, and what the order depends on."""
+
+    step: int
+
+    def batch(self, step: int) -> Batch: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @lru_cache(maxsize=2)
@@ -47,14 +75,14 @@ class BatchOrder:
 
     def rows(self, step: int) -> np.ndarray:
         """The row numbers of batch ``step``, ``(batch_size,)`` int64."""
+        return np.array([index for index, _ in self.places(step)], dtype=np.int64)
+
+    def places(self, step: int) -> list[tuple[int, int]]:
+        """The ``(row number, epoch)`` of every row of batch ``step``."""
         assert step >= 0, step
-        places = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        epochs, indices = np.divmod(places, self.n_rows)
-        parts = [
-            epoch_permutation(self.n_rows, self.seed, int(epoch))[indices[epochs == epoch]]
-            for epoch in np.unique(epochs)
-        ]
-        return np.concatenate(parts)
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        found = [divmod(number, self.n_rows) for number in numbers]
+        return [(int(epoch_permutation(self.n_rows, self.seed, epoch)[index]), epoch) for epoch, index in found]
 
     def place(self, step: int) -> tuple[int, int]:
         """The epoch and the index in it at which batch ``step`` begins."""
@@ -62,21 +90,23 @@ class BatchOrder:
 
 
 class Loader:
-    """An endless iterator of training batches over rows, and the same batches by number.
+    """An endless iterator of training batches over examples (rows), and the same batches by number.
 
-    A batch is ``{"tokens", "segments", "targets"}``, int64 ``(B, T)`` on the CPU. ``batch(step)`` depends on the
-    rows, the batch size, the seed and the step alone; iterating only counts steps.
+    A batch holds the examples' arrays stacked, ``(B, …)`` on the CPU: rows of tokens give ``{"tokens", "segments",
+    "targets"}``. ``batch(step)`` depends on the examples, the batch size, the seed and the step alone; iterating only
+    counts steps.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, seed: int) -> None:
+    def __init__(self, rows: Examples, batch_size: int, seed: int) -> None:
         self.rows = rows
         self.order = BatchOrder(len(rows), batch_size, seed)
         self.step = 0
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.example(0, 0).items())
         self._identity = {
             "seed": seed,
             "batch_size": batch_size,
             "n_rows": len(rows),
-            "seq_len": rows.seq_len,
+            "shapes": shapes,
             "data": rows.fingerprint,
         }
 
@@ -91,7 +121,12 @@ class Loader:
             )
         assert 0 <= part < of, (part, of)
         size = self.order.batch_size // of
-        return _stack([self.rows.row(int(index)) for index in self.order.rows(step)[part * size : (part + 1) * size]])
+        places = self.order.places(step)[part * size : (part + 1) * size]
+        return self.collate([self.rows.example(*place) for place in places])
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """The batch of these examples."""
+        return stack(examples)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -118,15 +153,13 @@ class Loader:
         self.step = int(state["step"])
 
 
-def evaluation_batches(rows: Rows, batch_size: int) -> Iterator[Batch]:
-    """Every row once, in order, in batches of one shape: the last is filled up with padding (segment 0, no target)."""
+def evaluation_batches(rows: Examples, batch_size: int, fill: Example | None = None) -> Iterator[Batch]:
+    """Every example once, in order, as in epoch 0; the last batch is filled up with ``fill``, or stays smaller."""
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; it must be at least 1")
-    nothing = np.zeros(rows.seq_len, np.int64)
-    padding = Row(nothing, nothing, np.full(rows.seq_len, IGNORE, np.int64))
     for start in range(0, len(rows), batch_size):
-        real = [rows.row(index) for index in range(start, min(start + batch_size, len(rows)))]
-        yield _stack(real + [padding] * (batch_size - len(real)))
+        real = [rows.example(index, 0) for index in range(start, min(start + batch_size, len(rows)))]
+        yield stack(real if fill is None else real + [fill] * (batch_size - len(real)))
 
 
 def next_token_targets(tokens: Tensor, segments: Tensor) -> Tensor:
@@ -142,5 +175,6 @@ def next_token_targets(tokens: Tensor, segments: Tensor) -> Tensor:
     return targets
 
 
-def _stack(rows: list[Row]) -> Batch:
-    return {name: torch.from_numpy(np.stack([getattr(row, name) for row in rows])) for name in Row._fields}
+def stack(examples: Sequence[Example]) -> Batch:
+    """Examples of equal shapes as one batch."""
+    return {name: torch.from_numpy(np.stack([example[name] for example in examples])) for name in examples[0]}

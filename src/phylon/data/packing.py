@@ -4,7 +4,7 @@ import bisect
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -22,19 +22,11 @@ class Row(NamedTuple):
     segments: np.ndarray
     targets: np.ndarray
 
-
-class Rows(Protocol):
-    """What a loader needs: numbered rows of one length, and a hash of all of them."""
-
-    @property
-    def seq_len(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Row: ...
+    @classmethod
+    def padding(cls, seq_len: int) -> "Row":
+        """A row that holds nothing."""
+        nothing = np.zeros(seq_len, np.int64)
+        return cls(nothing, nothing, np.full(seq_len, IGNORE, np.int64))
 
 
 def _targets(tokens: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -91,6 +83,10 @@ class PackedRows:
         cut = slice(self.seq_len)
         return Row(tokens[cut], segments[cut], _targets(tokens, segments)[cut])
 
+    def example(self, index: int, epoch: int) -> dict[str, np.ndarray]:
+        """The row by name; the same in every epoch."""
+        return self.row(index)._asdict()
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackedDocuments:
@@ -122,6 +118,10 @@ class PackedDocuments:
         assert 0 <= index < len(self), index
         tokens, segments = self.tokens[index], self.segments[index]
         return Row(tokens, segments, _targets(tokens, segments))
+
+    def example(self, index: int, epoch: int) -> dict[str, np.ndarray]:
+        """The row by name; the same in every epoch."""
+        return self.row(index)._asdict()
 
     def gather(self, values: Sequence[Sequence[float]], fill: float) -> np.ndarray:
         """Values ``[document][token]``, as the documents were given, in the places of their tokens: ``(N, T)``."""

@@ -9,31 +9,39 @@ from pathlib import Path
 import msgspec
 
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import Document, Source, digest, file_stamps, read_utf8
+from phylon.data.documents import DataSource, Document, digest, file_stamps, read_utf8
+from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.registry import register
 
 TEXT_PATTERNS = ("*.txt", "*.md", "*.py")
 ACCEPTED = '"python" (the standard library), a .txt, .md or .py file, a .jsonl file, or a folder of text files'
 
 
-class Texts(msgspec.Struct, frozen=True, tag="texts", tag_field="kind"):
-    """Texts held in memory: ``Texts(("one document", "another"))``, named ``text:0``, ``text:1``, …"""
+class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
+    """Texts written in the recipe itself, or held in memory: ``Texts(("one document", "another"))``.
+
+    Named ``text:0``, ``text:1``, …; each is ``repeat`` times itself in a row.
+    """
 
     texts: tuple[str, ...]
+    repeat: int = 1
 
     def __post_init__(self) -> None:
         assert not isinstance(self.texts, str), "Texts takes a tuple of texts, not one text"
+        if self.repeat < 1:
+            raise UserError(f"repeat must be at least 1, got {self.repeat}")
 
     def documents(self) -> Iterator[Document]:
         if not any(self.texts):
             raise UserError("the texts given hold no characters")
-        yield from (Document(text, f"text:{index}") for index, text in enumerate(self.texts) if text)
+        yield from (Document(text * self.repeat, f"text:{index}") for index, text in enumerate(self.texts) if text)
 
     def fingerprint(self) -> str:
-        return digest("texts", self.texts)
+        return digest("texts", self.texts, self.repeat)
 
 
-class TextFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", tag_field="kind"):
+class TextFile(Mechanism, DataSource, frozen=True, kw_only=True, tag="file"):
     """One UTF-8 file as one document, read whole."""
 
     path: str
@@ -49,7 +57,7 @@ class TextFile(msgspec.Struct, frozen=True, kw_only=True, tag="file", tag_field=
         return digest("file", file_stamps([Path(self.path)]))
 
 
-class TextFolder(msgspec.Struct, frozen=True, kw_only=True, tag="folder", tag_field="kind"):
+class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder"):
     """The UTF-8 files below a folder, one document each, sorted by their path in it, which is the document's name.
 
     A pattern without ``/`` is matched against the file's name, one with ``/`` against its path in the folder (where
@@ -97,7 +105,7 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"cannot read the folder '{error.filename}': {error.strerror}") from error
 
 
-class JsonLines(msgspec.Struct, frozen=True, kw_only=True, tag="jsonl", tag_field="kind"):
+class JsonLines(Mechanism, DataSource, frozen=True, kw_only=True, tag="jsonl"):
     """One JSON object a line; the document is the string in ``field``, its name ``<file name>:<line number>``.
 
     Blank lines and empty strings are passed over. The file is read line by line, so its size does not matter.
@@ -137,7 +145,7 @@ class JsonLines(msgspec.Struct, frozen=True, kw_only=True, tag="jsonl", tag_fiel
         return text
 
 
-def open_source(name: str | Path) -> Source:
+def open_source(name: str | Path) -> DataSource:
     """The source a name stands for: ``python``, a ``.txt``, ``.md`` or ``.py`` file, a ``.jsonl`` file, or a folder.
 
     Only the kind is decided here; contents are read (and found bad) when the documents are asked for.
@@ -168,3 +176,9 @@ def _near(path: Path) -> str:
     neighbours = [entry.name for entry in path.parent.iterdir()] if os.access(path.parent, os.R_OK | os.X_OK) else []
     hint = did_you_mean(path.name, [*neighbours, "python"])
     return hint if hint.startswith(" (did") else ""
+
+
+register(Texts, paper="none", cases=lambda: [Texts(("a", "b")), Texts(("ab",), repeat=3)])
+register(TextFile, paper="none", cases=lambda: [TextFile(path="a.txt")])
+register(TextFolder, paper="none", cases=lambda: [TextFolder(path="texts", patterns=("*.txt",))])
+register(JsonLines, paper="none", cases=lambda: [JsonLines(path="a.jsonl", field="text")])

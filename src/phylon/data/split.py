@@ -1,11 +1,14 @@
 """The held-out part of a source, chosen by a hash of each document's name: it stays when other documents are added."""
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 
 import msgspec
+import numpy as np
 
-from phylon.data.documents import Document, Source, digest
+from phylon.data.documents import DataSource, Document, Record, Source, digest
+from phylon.data.table import value_of
 from phylon.spec.errors import UserError
 
 
@@ -54,3 +57,56 @@ def split_documents(source: Source, share: float = 0.02, seed: int = 0) -> tuple
         Part(source=source, start=share, stop=1.0, seed=seed),
         Part(source=source, start=0.0, stop=share, seed=seed),
     )
+
+
+class RecordPart(msgspec.Struct, frozen=True, kw_only=True, tag="record_part", tag_field="kind"):
+    """The records whose ``fields`` hash into ``[start, stop)``.
+
+    Records are told apart by what they say, not by where they stand, so that a text that occurs twice is never in
+    training and held out at once.
+    """
+
+    source: DataSource
+    fields: tuple[str, ...]
+    start: float
+    stop: float
+    seed: int = 0
+
+    def records(self) -> Iterator[Record]:
+        total = kept = 0
+        for record in self.source.records():
+            total += 1
+            said = json.dumps([value_of(record, field) for field in self.fields])
+            if self.start <= _place(said, self.seed) < self.stop:
+                kept += 1
+                yield record
+        if not kept:
+            raise UserError(
+                f"none of the {total} records falls in the share {self.start:g} to {self.stop:g} of the split; "
+                "give more records or another share"
+            )
+
+    def documents(self) -> Iterator[Document]:
+        return self.source.documents()
+
+    def fingerprint(self) -> str:
+        return digest("record_part", self.source.fingerprint(), self.fields, self.start, self.stop, self.seed)
+
+
+def split_records(
+    source: DataSource, share: float, fields: tuple[str, ...], seed: int = 0
+) -> tuple[RecordPart, RecordPart]:
+    """``(training, held out)``: about ``share`` of the records held out, by what ``fields`` hold."""
+    if not 0 < share < 1:
+        raise UserError(f"the held-out share is {share:g}; it must lie between 0 and 1, such as 0.02")
+    return (
+        RecordPart(source=source, fields=fields, start=share, stop=1.0, seed=seed),
+        RecordPart(source=source, fields=fields, start=0.0, stop=share, seed=seed),
+    )
+
+
+def held_out_names(names: Sequence[str], share: float, seed: int = 0) -> np.ndarray:
+    """Which of the names are held out, (n,) bool: about ``share`` of them, the same ones every time."""
+    if not 0 <= share < 1:
+        raise UserError(f"the held-out share is {share:g}; it must be at least 0 and below 1")
+    return np.array([_place(name, seed) < share for name in names])

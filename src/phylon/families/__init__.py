@@ -73,4 +73,15 @@ def _from_builder(chosen: Family, arguments: dict[str, Any]) -> ModelSpec:
     return chosen.builder(**values)
 
 
-__all__ = ["Family", "build", "build_spec", "families", "family", "gguf_format", "hf_format", "preset", "presets"]
+__all__ = [
+    "Family",
+    "build",
+    "build_spec",
+    "families",
+    "family",
+    "family_of_preset",
+    "gguf_format",
+    "hf_format",
+    "preset",
+    "presets",
+]

@@ -49,6 +49,15 @@ def load(
     return model.eval()
 
 
+def load_tokenizer_of(path_or_name: str | Path) -> Tokenizer | None:
+    """The tokenizer that comes with a model, or ``None``; no weight is read."""
+    found = describe(path_or_name)
+    if found.format == "gguf":
+        assert found.source is not None
+        return _gguf_vocabulary(found.source)[0]
+    return _tokenizer(found.path)
+
+
 def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
     """Every parameter and stored buffer once, by canonical name; a tied name is not stored."""
     tied = {tie.name for tie in model.spec.ties}

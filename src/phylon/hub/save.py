@@ -37,7 +37,7 @@ def save(
     if format not in ("native", "hf"):
         raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
     hf = None if format == "native" else _chosen(model, "hf")
-    with _new_folder(target, replace) as beside:
+    with new_folder(target, replace) as beside:
         if hf is None:
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
             data |= {} if model.family is None else {"family": model.family}
@@ -152,7 +152,7 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 @contextmanager
-def _new_folder(target: Path, replace: bool) -> Generator[Path]:
+def new_folder(target: Path, replace: bool) -> Generator[Path]:
     """A folder beside ``target`` that takes its place when the block succeeds, and vanishes when it fails."""
     if target.exists() and not replace and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists and is not empty; choose another folder or remove it")

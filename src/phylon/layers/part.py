@@ -74,7 +74,6 @@ class Linear(Part, nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-
     def forward(self, input: Tensor) -> Tensor:
         return linears(input, (self.weight,), (self.bias,))[0]
 

@@ -68,9 +68,7 @@ class BlockModule(Part):
                 x = self.tap(ctx, "resid_post" if i == last else "resid_mid" if i == 0 else f"resid_mid{i + 1}", x)
         return _sum(x, added)
 
-    def _sublayer(
-        self, x: Tensor, added: Tensor | None, plan: _Sublayer, ctx: Context
-    ) -> tuple[Tensor, Tensor | None]:
+    def _sublayer(self, x: Tensor, added: Tensor | None, plan: _Sublayer, ctx: Context) -> tuple[Tensor, Tensor | None]:
         """The stream and what is still to be added to it: the next norm takes the sum along."""
         alone = plan.branches[0].norm_in if len(plan.branches) == 1 else None
         first = plan.norm_shared or alone

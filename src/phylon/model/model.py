@@ -1,5 +1,6 @@
 """The model: stacks, heads, ties, and the one forward pass everything goes through."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,11 +12,13 @@ from phylon.layers.part import Part
 from phylon.layers.state import Chunk, State, positions_from_segments
 from phylon.model.block import StackModule
 from phylon.model.spec import GenerationDefaults, ModelSpec
-from phylon.ops.loss import Loss
+from phylon.ops.loss import Loss, Targets
 from phylon.patterns import Records
 from phylon.spec.base import Mixer
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+
+GivenTargets = Tensor | Targets | Mapping[str, Tensor | Targets] | None
 
 
 @dataclass(kw_only=True)
@@ -113,7 +116,7 @@ class Model(Part):
         images: Tensor | None = None,
         embeds: Tensor | None = None,
         state: State | None = None,
-        targets: Tensor | dict[str, Tensor] | None = None,
+        targets: GivenTargets = None,
         logits: Literal["all", "last", "none"] = "all",
     ) -> Output:
         """One pass over ``tokens`` (B, T) int64, or their ``embeds`` (B, T, D), or ``images`` float (B, C, H, W).
@@ -122,8 +125,8 @@ class Model(Part):
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
         With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
         encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
-        equal there too. ``targets`` (B, T), or a dict by head, adds ``losses``. ``logits``: all scores, those of each
-        row's last real token (B, 1, V), or none.
+        equal there too. ``targets`` (B, T) or ``Targets``, or a dict of them by head, adds ``losses``. ``logits``: all
+        scores, those of each row's last real token (B, 1, V), or none.
 
         Only a table of positions limits T here. Without one, T may pass ``spec.max_seq_len``, which is what the model
         was made for: ``generate`` and the command line refuse it.
@@ -209,7 +212,7 @@ class Model(Part):
         tokens: Tensor | None,
         embeds: Tensor | None,
         ctx: Context,
-        targets: Tensor | dict[str, Tensor] | None,
+        targets: GivenTargets,
         logits: str,
     ) -> Output:
         stack = self.decoder or self.encoder
@@ -270,9 +273,11 @@ class Model(Part):
             records=records, aligned=aligned, batch_size=batch, types=types, state=state, chunk=chunk, taps=self.taps
         )
 
-    def _run_heads(self, out: Output, ctx: Context, targets: Tensor | dict[str, Tensor] | None, logits: str) -> None:
+    def _run_heads(self, out: Output, ctx: Context, targets: GivenTargets, logits: str) -> None:
         heads: dict[str, Any] = dict(self.heads.items())
-        given = targets if isinstance(targets, dict) else {} if targets is None else {next(iter(heads), "lm"): targets}
+        given: dict[str, Tensor | Targets] = dict(targets) if isinstance(targets, Mapping) else {}
+        if isinstance(targets, Tensor | Targets):
+            given[next(iter(heads), "lm")] = targets
         for name in given:
             if name not in heads:
                 raise UserError(f"targets name the head '{name}'; this model has {', '.join(heads) or 'none'}")

@@ -43,6 +43,11 @@ class Mechanism(Spec, frozen=True, kw_only=True, tag_field="kind", tag=snake_cas
 class Slot:
     """A place in a spec that any registered mechanism of its kind can fill."""
 
+    @classmethod
+    def from_word(cls, word: str) -> Any:
+        """What a bare string in place of a table stands for: its kind, in most slots."""
+        return {"kind": word}
+
 
 class Op(Slot):
     """What a branch computes from the residual stream; ``label`` is its canonical name inside a block."""

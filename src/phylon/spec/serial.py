@@ -93,13 +93,15 @@ def check_schema(data: Any) -> None:
 
 
 def structure_slot(kind: type, data: Any) -> Any:
-    """msgspec's hook for types it does not know: fill a slot from ``{"kind": …}`` or from the bare kind."""
+    """msgspec's hook for types it does not know: fill a slot from ``{"kind": …}`` or from a bare word."""
     if isinstance(data, kind):
         return data
     if not issubclass(kind, Slot):
         raise TypeError(f"expected {kind.__name__}, got {type(data).__name__}")
     if isinstance(data, str):
-        data = {"kind": data}
+        data = kind.from_word(data)
+        if isinstance(data, kind):
+            return data
     if not isinstance(data, dict) or not isinstance(data.get("kind"), str):
         raise TypeError(f"{kind.__name__} needs a table with a 'kind'")
     spec = find(kind, data["kind"])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import processors
@@ -18,6 +19,28 @@ from phylon.text.chat import ChatTemplate
 from phylon.text.stream import ByteDecoder, StreamDecoder
 
 Span = tuple[int, int]
+SENTINEL = "<extra_id_{}>"
+
+
+class Joint(NamedTuple):
+    """One or two texts as the model reads them: ``texts`` says which of them (0 or 1, ``None``: added) an id is from.
+
+    ``spans`` are half-open spans of characters of that text, (0, 0) for what was added.
+    """
+
+    ids: list[int]
+    types: list[int]
+    texts: list[int | None]
+    spans: list[Span]
+
+    def keep(self, places: Sequence[int]) -> Joint:
+        """The ids at these places, with all that is known of each."""
+        return Joint(
+            ids=[self.ids[i] for i in places],
+            types=[self.types[i] for i in places],
+            texts=[self.texts[i] for i in places],
+            spans=[self.spans[i] for i in places],
+        )
 
 
 class Tokenizer:
@@ -63,6 +86,40 @@ class Tokenizer:
     def _affixes(self) -> list[int]:
         return self.backend.encode("", add_special_tokens=True).ids
 
+    @cached_property
+    def cls_id(self) -> int | None:
+        """The token in front of a text for a classifier: ``[CLS]``, or RoBERTa's BOS (it has a mask)."""
+        found = self._named("[CLS]")
+        return self.bos_id if found is None and self.mask_id is not None else found
+
+    @cached_property
+    def sep_id(self) -> int | None:
+        """The token behind each text of a pair: ``[SEP]``, or RoBERTa's EOS."""
+        eos = self.eos_ids[0] if self.eos_ids and self.mask_id is not None else None
+        found = self._named("[SEP]")
+        return eos if found is None else found
+
+    @cached_property
+    def mask_id(self) -> int | None:
+        """What stands in the place of a hidden token: the special token ``[MASK]``, or ``<mask>``."""
+        return self._named("[MASK]", "<mask>")
+
+    @cached_property
+    def sentinel_ids(self) -> tuple[int, ...]:
+        """T5's marks of hidden spans, ``<extra_id_0>`` first."""
+        found = itertools.takewhile(lambda i: i is not None, map(self._named, map(SENTINEL.format, itertools.count())))
+        return tuple(i for i in found if i is not None)
+
+    @cached_property
+    def special_ids(self) -> tuple[int, ...]:
+        """Ids of all special tokens, sorted: what no text consists of."""
+        return tuple(sorted(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special))
+
+    def _named(self, *names: str) -> int | None:
+        """The id of the first of these names that is a special token here."""
+        special = {t.content: i for i, t in self.backend.get_added_tokens_decoder().items() if t.special}
+        return next((special[name] for name in names if name in special), None)
+
     @property
     def add_bos(self) -> bool:
         """Whether ``encode`` puts ``bos_id`` in front by itself."""
@@ -103,6 +160,11 @@ class Tokenizer:
         """Ids and types of two texts joined as the model joins them (BERT: [CLS] a [SEP] b [SEP], types 0 and 1)."""
         encoding = self._encode(a, True, b)
         return encoding.ids, encoding.type_ids
+
+    def encode_joint(self, a: str, b: str | None = None) -> Joint:
+        """One text, or two joined as ``encode_pair`` joins them, with where each id comes from."""
+        encoding = self._encode(a, True, b)
+        return Joint(encoding.ids, encoding.type_ids, encoding.sequence_ids, encoding.offsets)
 
     def _encode(self, text: str, special: bool, pair: str | None = None) -> tokenizers.Encoding:
         try:
@@ -162,9 +224,10 @@ class Tokenizer:
         return self.backend.token_to_id(token)
 
     def special_tokens(self) -> dict[str, str]:
-        """``{"bos_token": …, "eos_token": …, "pad_token": …, "unk_token": …}``, those that exist."""
+        """``{"bos_token": …, "eos_token": …, "pad_token": …, "unk_token": …}`` and BERT's, those that exist."""
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_ids[0] if self.eos_ids else None}
         ids |= {"pad_token": self.pad_id, "unk_token": self.unk_id}
+        ids |= {"cls_token": self.cls_id, "sep_token": self.sep_id, "mask_token": self.mask_id}
         return {name: self.token(id) for name, id in ids.items() if id is not None}
 
     @property

@@ -11,6 +11,9 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from phylon.spec.errors import UserError
 from phylon.text.tokenizer import Tokenizer
 
+BPE_SPECIALS = ("<|endoftext|>",)
+UNIGRAM_SPECIALS = ("<unk>", "<s>", "</s>", "<pad>")
+
 
 class TrainingText:
     """Passes texts on, and remembers whether there was any and which characters it had."""
@@ -31,11 +34,12 @@ class TrainingText:
             raise UserError("there is no text to train a tokenizer on: every text is empty")
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] = ("<|endoftext|>",)) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] = BPE_SPECIALS) -> Tokenizer:
     """Byte-level BPE (Sennrich et al. 2016, section 3.2; over bytes: GPT-2) with GPT-2's cutting into words.
 
-    Ids: the specials, the 256 bytes, the merges. The first special is BOS, EOS and padding. A text too small for
-    ``vocab_size`` gives a smaller vocabulary.
+    Ids: the specials, the 256 bytes, the merges. The first special is BOS, EOS and padding, where none of the others
+    has a name of its own for the role (``</s>``, ``<pad>``). A text too small for ``vocab_size`` gives a smaller
+    vocabulary.
     """
     check_size(vocab_size, 256 + len(specials), "the 256 bytes and the special tokens")
     backend = tokenizers.Tokenizer(models.BPE())
@@ -51,12 +55,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] 
     backend.train_from_iterator(source, trainer)
     source.require()
     first = 0 if specials else None
-    return Tokenizer(backend, bos_id=first, eos_ids=() if first is None else (first,), pad_id=first)
+    eos, pad = (backend.token_to_id(name) if name in specials else first for name in ("</s>", "<pad>"))
+    return Tokenizer(backend, bos_id=first, eos_ids=() if eos is None else (eos,), pad_id=pad)
 
 
-def train_unigram(
-    texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] = ("<unk>", "<s>", "</s>", "<pad>")
-) -> Tokenizer:
+def train_unigram(texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] = UNIGRAM_SPECIALS) -> Tokenizer:
     """Unigram language model (Kudo 2018, section 3.2) over words with ``▁`` for the space before them.
 
     ``specials`` must hold ``<unk>``; ``<s>``, ``</s>`` and ``<pad>``, where present, become BOS, EOS and padding.
@@ -85,15 +88,21 @@ def train_unigram(
     )
 
 
-def char_tokenizer(text: str) -> Tokenizer:
-    """The distinct characters of ``text``, in sorted order; a character outside them cannot be encoded."""
+def char_tokenizer(text: str, *, specials: Sequence[str] = ()) -> Tokenizer:
+    """``specials``, then the distinct characters of ``text`` in sorted order; another character cannot be encoded.
+
+    ``</s>`` and ``<pad>`` or ``[PAD]``, where present, become EOS and padding.
+    """
     if not text:
         raise UserError("there is no text to take characters from")
-    vocab = {char: i for i, char in enumerate(sorted(set(text)))}
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*specials, *sorted(set(text))]))}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=""))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return Tokenizer(backend)
+    if specials:
+        backend.add_special_tokens(list(specials))
+    pad = vocab.get("<pad>", vocab.get("[PAD]"))
+    return Tokenizer(backend, eos_ids=[vocab["</s>"]] if "</s>" in vocab else (), pad_id=pad)
 
 
 def check_size(vocab_size: int, least: int, holding: str) -> None:

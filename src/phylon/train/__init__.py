@@ -1,17 +1,19 @@
 """Training: recipes, optimizer, schedules, the loop, checkpoints, the report."""
 
 from phylon.spec.package import make_callable
+from phylon.train.adafactor import Adafactor
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
 from phylon.train.metrics import read_metrics
-from phylon.train.objective import NextToken
+from phylon.train.muon import Muon
+from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW
 from phylon.train.progress import ProgressLine
 from phylon.train.recipe import (
     DataRecipe,
-    InlineTexts,
     Recipe,
     RunRecipe,
+    TuneRecipe,
     builtin_recipes,
     load_recipe,
     recipe_from_toml,
@@ -27,23 +29,26 @@ from phylon.train.vocabulary import BPE, Characters, Loaded, Unigram, WordPiece
 __all__ = [
     "BPE",
     "WSD",
+    "Adafactor",
     "AdamW",
     "Callback",
     "Characters",
     "Constant",
     "DataRecipe",
-    "InlineTexts",
     "Interrupted",
     "InverseSqrt",
     "Linear",
     "Loaded",
+    "Muon",
     "NextToken",
+    "Objective",
     "ProgressLine",
     "Recipe",
     "RunRecipe",
     "RunState",
     "TrainResult",
     "Trainer",
+    "TuneRecipe",
     "Unigram",
     "WarmupCosine",
     "WordPiece",

@@ -11,7 +11,7 @@ from phylon.spec.errors import UserError, system_reason
 from phylon.train.report import write_text
 
 MARKER = ".phylon-run"
-NAMES = ("recipe.toml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "model")
+NAMES = ("recipe.toml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "model", "adapter")
 TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/
 
 

@@ -1,183 +1,151 @@
-"""From a recipe to what the loop needs: tokenizer, training rows, held-out rows, model."""
+"""From a recipe to what the loop needs: tokenizer, batches, model."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from phylon.data import (
-    Loader,
-    PackedRows,
-    PythonCorpus,
-    Source,
-    Texts,
-    TokenStore,
-    evaluation_batches,
-    open_source,
-    split_documents,
-    tokenise,
-)
-from phylon.model import GenerationDefaults, Model, ModelSpec, build, build_meta, resolve_device
+from phylon.data import DataSource, Document, PythonCorpus, Record, Source
+from phylon.model import Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
 from phylon.train.machine import check_threads
-from phylon.train.objective import Batch
-from phylon.train.recipe import DataRecipe, InlineTexts, Recipe, model_spec
+from phylon.train.objectives.base import Feed, Material, Say
+from phylon.train.pretrained import apply_tune, check_tune, load_start, start_tokenizer
+from phylon.train.recipe import DataRecipe, Recipe, model_family, model_spec
+from phylon.train.vocabulary import Loaded
 
-# Below this many documents whole ones make a poor held-out part, and the end of the text is held out instead.
-FEW_DOCUMENTS = 50
-EVAL_BATCH_ROWS = 16
 PROVISIONAL_VOCAB = 256  # stands for the tokenizer's size until there is one
-
-Say = Callable[[str], None]
 
 
 class Prepared(NamedTuple):
-    """Everything a trainer is made from. ``held_out`` is ``None`` where nothing is held out."""
+    """Everything a trainer is made from; ``tokenizer`` is ``None`` where no text is read."""
 
-    tokenizer: Tokenizer
-    loader: Loader
-    held_out: Callable[[], Iterable[Batch]] | None
+    tokenizer: Tokenizer | None
+    feed: Feed
     model: Model
 
 
 def check(recipe: Recipe, source: Source | None, device: str) -> Source:
-    """Find what is wrong with a recipe before anything is written or computed; the source of its texts.
+    """Find what is wrong with a recipe before anything is written or computed; the source of its data.
 
     The vocabulary is not known yet, so sizes that depend on it are checked again later.
     """
     resolve_device(device)
     check_threads(recipe.run.threads)
-    spec = model_spec(recipe, PROVISIONAL_VOCAB)
-    build_meta(spec)
-    check_length(spec, recipe)
+    spec = model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)
+    check_tune(build_meta(spec), recipe.tune)
+    recipe.objective.check(recipe, spec)
     source = recipe_source(recipe.data) if source is None else source
-    next(iter(source.documents()), None)
+    if recipe.objective.reads_text:
+        next(recipe.objective.texts(source), None)
     return source
 
 
 def prepare(
     recipe: Recipe, out: Path, source: Source, device: str, say: Say, made: Callable[[Tokenizer], None], *, resume: bool
 ) -> Prepared:
-    """Make the tokenizer (kept in ``out/tokenizer``), tokenise (kept in ``out/data``), build the model.
+    """Make the tokenizer (kept in ``out/tokenizer``), the batches (kept in ``out/data``), build the model.
 
     ``made`` sees the tokenizer before the data are tokenised. ``resume`` takes the one that the run already has.
     """
-    data = recipe.data
-    training, held = _split(source, data.held_out)
-    tokenizer = load_tokenizer(out / "tokenizer") if resume else _tokenizer(data, training, out / "tokenizer", say)
-    made(tokenizer)
-    spec = model_spec(recipe, tokenizer.vocab_size)
-    check_vocabulary(spec, tokenizer)
-    say("tokenising the data")
-    store = tokenise(training, tokenizer, out / "data")
-    held_store = None if held is None else tokenise(held, tokenizer, out / "data")
-    if held is None and data.held_out:
-        store, held_store = _cut(store, data)
-    say(f"{store.n_tokens:,} tokens in {store.n_documents:,} documents, vocabulary {tokenizer.vocab_size:,}")
-    loader = Loader(PackedRows(store, data.seq_len), recipe.run.batch_size, recipe.run.seed)
-    model = build(spec, seed=recipe.run.seed, device=device)
-    model.tokenizer = tokenizer
-    model.generation = GenerationDefaults(
-        bos_id=tokenizer.bos_id, eos_ids=tuple(tokenizer.eos_ids), pad_id=tokenizer.pad_id
+    objective = recipe.objective
+    training, held = objective.split(source, recipe.data.held_out)
+    tokenizer = None
+    if objective.reads_text:
+        folder = out / "tokenizer"
+        tokenizer = load_tokenizer(folder) if resume else _tokenizer(recipe, training, folder, say)
+        made(tokenizer)
+    spec = model_spec(recipe, None if tokenizer is None else tokenizer.vocab_size)
+    if tokenizer is not None:
+        check_vocabulary(spec, tokenizer)
+        objective.check_vocabulary(spec, tokenizer)
+    material = Material(
+        recipe=recipe,
+        spec=spec,
+        tokenizer=tokenizer,
+        training=training,
+        held_out=held,
+        folder=out / "data",
+        say=say,
     )
-    held_out = None if held_store is None else _batches(held_store, recipe)
-    return Prepared(tokenizer, loader, held_out, model)
+    feed = objective.feed(material)
+    return Prepared(tokenizer, feed, _model(recipe, spec, tokenizer, device, say, resume=resume))
 
 
 def recipe_source(data: DataRecipe) -> Source:
     """The source a recipe names."""
-    if isinstance(data.source, InlineTexts):
-        source: Source = Texts(tuple(text * data.source.repeat for text in data.source.texts))
-    elif data.source == "python":
-        return PythonCorpus(max_bytes=data.max_bytes)
-    else:
-        source = open_source(data.source)
-    return source if data.max_bytes is None else _Limited(source, data.max_bytes)
+    if isinstance(data.source, PythonCorpus) and data.source.max_bytes is None:
+        return data.source.replace(max_bytes=data.max_bytes)
+    return data.source if data.max_bytes is None else Limited(data.source, data.max_bytes)
 
 
 def check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer) -> None:
     """Refuse a vocabulary that the model has no room for."""
-    room = getattr(spec.last_stack.embed, "vocab_size", None)
-    if room is not None and tokenizer.vocab_size > room:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} entries and the model {room}: "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}, or data.tokenizer to a smaller one"
-        )
+    for stack in spec.stacks.values():
+        room = getattr(stack.embed, "vocab_size", None)
+        if room is not None and tokenizer.vocab_size > room:
+            raise UserError(
+                f"the tokenizer has {tokenizer.vocab_size} entries and the model {room}: "
+                f"set model.vocab_size to at least {tokenizer.vocab_size}, or data.tokenizer to a smaller one"
+            )
 
 
-def check_length(spec: ModelSpec, recipe: Recipe) -> None:
-    """Refuse rows that are longer than the model's texts can be."""
-    longest = spec.max_seq_len
-    if longest is not None and recipe.data.seq_len > longest:
-        raise UserError(
-            f"data.seq_len {recipe.data.seq_len} is more than the model's max_seq_len {longest}; change one of them"
-        )
+class Limited:
+    """The documents (or records) of a source before the first that would pass ``max_bytes``."""
 
-
-class _Limited:
-    """The documents of a source before the first that would pass ``max_bytes``."""
-
-    def __init__(self, source: Source, max_bytes: int) -> None:
+    def __init__(self, source: DataSource, max_bytes: int) -> None:
         self.source, self.max_bytes = source, max_bytes
 
-    def documents(self) -> Iterator:
-        left = self.max_bytes
-        for index, document in enumerate(self.source.documents()):
-            left -= len(document.text.encode())
-            if left < 0:
-                if index == 0:
-                    raise UserError(f"data.max_bytes {self.max_bytes} is below the size of the first document")
-                return
-            yield document
+    def documents(self) -> Iterator[Document]:
+        return self._within(self.source.documents(), lambda document: len(document.text.encode()))
+
+    def records(self) -> Iterator[Record]:
+        return self._within(self.source.records(), lambda record: sum(map(_size, record.fields.values())))
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{self.max_bytes}"
 
-
-def _split(source: Source, share: float) -> tuple[Source, Source | None]:
-    """The training and the held-out documents; the whole source twice where they are too few to be split."""
-    many = len(list(itertools.islice(source.documents(), FEW_DOCUMENTS))) == FEW_DOCUMENTS if share else False
-    return split_documents(source, share) if many else (source, None)
-
-
-def _cut(store: TokenStore, data: DataRecipe) -> tuple[TokenStore, TokenStore]:
-    """Hold out the end of the tokens: at least one row, and at least one row stays."""
-    held = max(data.seq_len, int(store.n_tokens * data.held_out))
-    if store.n_tokens - held < data.seq_len:
-        raise UserError(
-            f"the data has {store.n_tokens} tokens, too few to hold out {held} and train on rows of {data.seq_len}; "
-            "set data.held_out=0, lower data.seq_len, or give more text"
-        )
-    return store.slice(0, store.n_tokens - held), store.slice(store.n_tokens - held, store.n_tokens)
+    def _within(self, items: Iterator, size: Callable[..., int]) -> Iterator:
+        left = self.max_bytes
+        for index, item in enumerate(items):
+            left -= size(item)
+            if left < 0:
+                if index == 0:
+                    raise UserError(f"data.max_bytes {self.max_bytes} is below the size of the first document")
+                return
+            yield item
 
 
-def _tokenizer(data: DataRecipe, source: Source, folder: Path, say: Say) -> Tokenizer:
-    say("making the tokenizer")
-    tokenizer = data.tokenizer.make(lambda: (document.text for document in source.documents()))
+def _size(value: object) -> int:
+    return len(value.encode()) if isinstance(value, str) else 8
+
+
+def _model(
+    recipe: Recipe, spec: ModelSpec, tokenizer: Tokenizer | None, device: str, say: Say, *, resume: bool
+) -> Model:
+    """A new model, or the one to go on from, with what the recipe's ``[tune]`` says about it."""
+    if "from" in recipe.model:
+        say(f"loading '{recipe.model['from']}'")
+        model = load_start(recipe.model, spec, recipe.run.seed, device)
+    else:
+        model = build(spec, seed=recipe.run.seed, device=device)
+        model.family = model_family(recipe)
+        if tokenizer is not None:
+            model.generation = recipe.objective.generation(tokenizer)
+    if tokenizer is not None:
+        model.tokenizer = tokenizer
+    if not resume:
+        recipe.objective.begin(model)
+    apply_tune(model, recipe.tune)
+    return model
+
+
+def _tokenizer(recipe: Recipe, source: Source, folder: Path, say: Say) -> Tokenizer:
+    wanted, objective = recipe.data.tokenizer, recipe.objective
+    if "from" in recipe.model and not isinstance(wanted, Loaded):
+        tokenizer = start_tokenizer(recipe.model)
+    else:
+        say("making the tokenizer")
+        tokenizer = wanted.make(lambda: objective.texts(source), objective.reserved())
     tokenizer.save(folder)
     return tokenizer
-
-
-def _batches(store: TokenStore, recipe: Recipe) -> Callable[[], Iterable[Batch]] | None:
-    """The held-out rows in batches; at most ``eval_rows`` of them, spread evenly."""
-    if store.n_tokens < recipe.data.seq_len:
-        return None
-    rows = PackedRows(store, recipe.data.seq_len)
-    wanted = recipe.run.eval_rows
-    chosen = rows if wanted is None or wanted >= len(rows) else _Spread(rows, wanted)
-    return lambda: evaluation_batches(chosen, min(EVAL_BATCH_ROWS, len(chosen)))
-
-
-class _Spread:
-    """``count`` of the rows at equal distances."""
-
-    def __init__(self, rows: PackedRows, count: int) -> None:
-        self.rows, self.count = rows, count
-        self.seq_len, self.fingerprint = rows.seq_len, f"{rows.fingerprint}-{count}"
-
-    def __len__(self) -> int:
-        return self.count
-
-    def row(self, index: int):
-        return self.rows.row(index * len(self.rows) // self.count)

@@ -1,7 +1,8 @@
 """The typed recipe of a run, its TOML files, and the recipes that come with the library.
 
-A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [data] [objective] [optim] [schedule] [run]``.
-``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the usual one.
+A recipe is a TOML document with ``schema = 1`` and the tables ``[model] [tune] [data] [objective] [optim] [schedule]
+[run]``. ``[objective]``, ``[optim]`` and ``[schedule]`` are slots: ``kind`` says which, and may be left out for the
+usual one.
 """
 
 import math
@@ -11,18 +12,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import tomli_w
 
+from phylon.data import DataSource, PythonCorpus
 from phylon.model import ModelSpec
+from phylon.model.passes import Lora
 from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
 from phylon.spec.serial import SCHEMA, check_schema, parse_toml
-from phylon.train.objective import NextToken, Objective
+from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW, Optimizer
 from phylon.train.schedule import Schedule, WarmupCosine
 from phylon.train.vocabulary import BPE, Vocabulary
 
 USUAL_KINDS = {"objective": "next_token", "optim": "adamw", "schedule": "warmup_cosine"}
-MODEL_FORMS = ("family", "preset", "spec")
+MODEL_FORMS = ("family", "preset", "spec", "from")
 
 
 def _at_least(spec: Spec, least: int, *names: str) -> None:
@@ -32,33 +36,36 @@ def _at_least(spec: Spec, least: int, *names: str) -> None:
             raise UserError(f"{name} must be at least {least}, got {value}")
 
 
-class InlineTexts(Spec, frozen=True, kw_only=True, tag_field="kind", tag="texts"):
-    """Documents written in the recipe itself, each ``repeat`` times in a row."""
-
-    texts: tuple[str, ...]
-    repeat: int = 1
-
-    def __post_init__(self) -> None:
-        if self.repeat < 1 or not any(self.texts):
-            raise UserError("texts must hold characters, and repeat must be at least 1")
-
-
 class DataRecipe(Spec, frozen=True, kw_only=True):
-    """``source``: "python" (the standard library), a path, or texts. ``held_out``: the share kept for evaluation.
+    """``source``: "python" (the standard library), a path, or a table with its ``kind``.
 
-    ``max_bytes`` keeps the documents before the first that would pass it.
+    ``held_out``: the share kept for evaluation. ``max_bytes`` keeps the documents before the first that would pass it.
     """
 
-    source: str | InlineTexts = "python"
+    source: DataSource = PythonCorpus()
     seq_len: int = 256
     tokenizer: Vocabulary = BPE()
     held_out: float = 0.02
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.source, str):
+            msgspec.structs.force_setattr(self, "source", DataSource.from_word(self.source))
         _at_least(self, 1, "seq_len", "max_bytes")
         if not 0 <= self.held_out < 1:
             raise UserError(f"held_out is a share of the data, at least 0 and below 1; got {self.held_out}")
+
+
+class TuneRecipe(Spec, frozen=True, kw_only=True):
+    """Which parameters are trained, by path glob (``phylon show MODEL`` lists them).
+
+    ``train``: these alone; ``freeze``: all but these. With ``lora`` the model is frozen, its adapters are trained, and
+    ``train`` names what is trained beside them.
+    """
+
+    lora: Lora | None = None
+    train: tuple[str, ...] = ()
+    freeze: tuple[str, ...] = ()
 
 
 class RunRecipe(Spec, frozen=True, kw_only=True):
@@ -97,9 +104,15 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
 
 
 class Recipe(Spec, frozen=True, kw_only=True):
-    """A run: ``model`` is one of ``{family = …, builder arguments}``, ``{preset = …, set = {…}}``, ``{spec = {…}}``."""
+    """A run: ``model`` is one of ``{family = …, builder arguments}``, ``{preset = …, set = {…}}``, ``{spec = {…}}``.
+
+    Or ``{from = MODEL}``: trained weights to go on from (a folder, a ``.gguf`` file, a known name), their tokenizer
+    too. ``heads = {…}`` replaces the heads by new ones, ``set = {…}`` changes the spec, ``dtype`` is that of the
+    parameters ("float32").
+    """
 
     model: dict[str, Any]
+    tune: TuneRecipe = TuneRecipe()
     data: DataRecipe = DataRecipe()
     objective: Objective = NextToken()
     optim: Optimizer = AdamW()
@@ -128,11 +141,16 @@ def _numbers(data: Any, path: str) -> Iterator[tuple[str, float]]:
 def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """A recipe file, or one that comes with the library, with dotted ``overrides`` (``{"optim.lr": 1e-3}``)."""
     text, where = _read(name)
+    changes = dict(overrides or {})
     try:
-        recipe = recipe_from_toml(text)
+        data = parse_toml(text)
+        table, start = data.get("model", {}), changes.get("model.from")
+        if isinstance(table, dict) and start is not None and not any(form in table for form in MODEL_FORMS):
+            data["model"] = {**table, "from": start}
+        recipe = recipe_from_data(data)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    return apply_overrides(recipe, overrides or {})
+    return apply_overrides(recipe, changes)
 
 
 def builtin_recipes() -> list[str]:
@@ -163,7 +181,9 @@ def recipe_from_data(data: dict[str, Any]) -> Recipe:
         except UserError as error:
             raise UserError(f"[{name}] {error}") from None
     if "model" not in parts:
-        raise UserError('the table [model] is missing; it says what to train, for example preset = "gpt2"')
+        raise UserError(
+            'the table [model] is missing; it says what to train, for example preset = "gpt2"; or give --from MODEL'
+        )
     return Recipe(**parts)
 
 
@@ -188,9 +208,10 @@ def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 def _set_model(model: dict[str, Any], path: str, value: Any) -> None:
     """Set an entry of the model table in place; naming one form drops the other."""
     if path in MODEL_FORMS:
-        for key in list(model):
+        for key in list(model) if path != "from" or path not in model else ():
             del model[key]
-    if "preset" in model and path.partition(".")[0] not in ("preset", "set"):
+    own = ("preset", "set") if "preset" in model else ("from", "set", "heads", "dtype") if "from" in model else None
+    if own is not None and path.partition(".")[0] not in own:
         path = f"set.{path}"
     if path.startswith("set."):
         # The keys of a preset's overrides are dotted paths into its spec.
@@ -208,12 +229,24 @@ def _set_model(model: dict[str, Any], path: str, value: Any) -> None:
         node[parts[-1]] = value
 
 
-def model_spec(recipe: Recipe, vocab_size: int) -> ModelSpec:
-    """The model's spec; a family gets the tokenizer's ``vocab_size`` unless the recipe states one."""
+def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
+    """The model's spec; a family gets the tokenizer's ``vocab_size``, if there is one, unless the recipe states it."""
     from phylon.families import build_spec
 
-    table = recipe.model if "family" not in recipe.model else {"vocab_size": vocab_size, **recipe.model}
-    return build_spec(table)
+    if "from" in recipe.model:
+        from phylon.train.pretrained import started_spec
+
+        return started_spec(recipe.model)
+    given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
+    return build_spec({**given, **recipe.model})
+
+
+def model_family(recipe: Recipe) -> str | None:
+    """Whose format the trained model is saved in: the family that the recipe names, or that of its preset."""
+    from phylon.families import family_of_preset
+
+    table = recipe.model
+    return table.get("family") or (family_of_preset(table["preset"]).name if "preset" in table else None)
 
 
 def _read(name: str | Path) -> tuple[str, str]:

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from statistics import median
 
+from phylon.data import Texts
+from phylon.data.documents import kind_of
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.chart import Line, line_chart, smooth
@@ -67,8 +69,9 @@ def write_text(path: Path, text: str) -> None:
 
 def _subtitle(recipe: Recipe, n_params: int) -> str:
     model = recipe.model.get("preset") or recipe.model.get("family") or "model"
-    source = recipe.data.source if isinstance(recipe.data.source, str) else "the recipe's own text"
-    return f"{model}, {n_params:,} parameters, trained on {source}"
+    source = recipe.data.source
+    named = getattr(source, "path", "the recipe's own text" if isinstance(source, Texts) else kind_of(source))
+    return f"{model}, {n_params:,} parameters, trained on {named}"
 
 
 def _of_kind(records: list[Record], kind: str) -> list[Record]:

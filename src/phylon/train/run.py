@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from phylon.data import Source
+from phylon.hub import save_adapter
 from phylon.model import Model, ModelSpec
+from phylon.model.passes import lora_tensors, merge_lora
 from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
@@ -20,16 +22,20 @@ from phylon.train.trainer import Trainer
 
 @dataclass(kw_only=True)
 class TrainResult:
-    """A finished run. ``loss`` is the last step's, ``held_out_loss`` the last evaluation's (``None`` without one)."""
+    """A finished run. ``loss`` is the last step's, ``held_out_loss`` the last evaluation's (``None`` without one).
+
+    ``metrics``: what else the last evaluation measured. ``tokenizer`` is ``None`` where the objective reads no text.
+    """
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     out: Path
     steps: int
     tokens: int
     seconds: float
     loss: float | None
     held_out_loss: float | None
+    metrics: dict[str, float] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
 
 
@@ -50,9 +56,10 @@ def train(
 
     A ``ModelSpec`` trains with the default recipe around it. ``data`` replaces the recipe's source; ``overrides`` are
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
-    ``model/`` and ``report.html``. ``resume`` goes on from the latest checkpoint; a recipe that differs from the run's
-    is refused with its differences unless ``allow_changes``. ``fresh`` removes the run in ``out`` first, once nothing
-    is found wrong with the new one. ``sample`` gives texts of the model now and then.
+    ``model/`` and ``report.html``; with LoRA ``adapter/`` as well, and ``model/`` holds the merged weights. ``resume``
+    goes on from the latest checkpoint; a recipe that differs from the run's is refused with its differences unless
+    ``allow_changes``. ``fresh`` removes the run in ``out`` first, once nothing is found wrong with the new one.
+    ``sample`` gives texts of the model now and then, where the objective does not.
 
     Raises UserError for every mistake in the above, and Interrupted after Ctrl-C, once the last step is saved.
     """
@@ -82,13 +89,17 @@ def train(
             clear(out)
         raise
     model = prepared.model
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    trainer = Trainer(model, prepared.loader, wanted, out, callbacks, held_out=prepared.held_out, sample=sample)
+    say(_parameters(model))
+    loader, held_out, own_sample = prepared.feed
+    trainer = Trainer(model, loader, wanted, out, callbacks, held_out=held_out, sample=own_sample or sample)
     if last is not None:
         trainer.resume(last, allow_changes=allow_changes)
     write_text(out / "recipe.toml", recipe_to_toml(wanted))
     state = trainer.run()
     model.eval()
+    if lora_tensors(model):
+        save_adapter(model, out / "adapter", replace=True)
+        merge_lora(model)
     save_model(model, out / "model")
     write_report(out, wanted, model, trainer.environment)
     return TrainResult(
@@ -100,8 +111,15 @@ def train(
         seconds=state.seconds,
         loss=trainer.loss,
         held_out_loss=trainer.held_out_loss,
+        metrics=trainer.held_out_metrics,
         samples=trainer.samples,
     )
+
+
+def _parameters(model: Model) -> str:
+    total = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"{total:,} parameters" + ("" if trained == total else f", {trained:,} of them trained")
 
 
 def _check_folder(recipe: Any, out: Path, *, resume: bool, fresh: bool) -> None:
@@ -125,14 +143,14 @@ def _name(given: Any, recipe: Recipe) -> str:
     """What to call the folder of a run that was given none."""
     if isinstance(given, str | Path):
         return Path(given).stem
-    return str(recipe.model.get("preset") or recipe.model.get("family") or "model")
+    start = recipe.model.get("from")
+    return str(recipe.model.get("preset") or recipe.model.get("family") or (Path(start).stem if start else "model"))
 
 
 def _recipe(given: Recipe | ModelSpec | str | Path, data: Any, overrides: Mapping[str, Any]) -> Recipe:
-    if isinstance(given, ModelSpec):
-        given = Recipe(model={"spec": to_data(given)})
-    recipe = given if isinstance(given, Recipe) else load_recipe(given)
     changes = dict(overrides)
     if isinstance(data, str | Path):
         changes["data.source"] = str(data)
-    return apply_overrides(recipe, changes)
+    if isinstance(given, ModelSpec):
+        given = Recipe(model={"spec": to_data(given)})
+    return apply_overrides(given, changes) if isinstance(given, Recipe) else load_recipe(given, changes)

@@ -4,10 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from phylon.data import Batches
 from phylon.model import Model
 from phylon.spec import to_data
 from phylon.spec.errors import UserError, system_reason
@@ -25,7 +26,7 @@ from phylon.train.checkpoint import (
 )
 from phylon.train.machine import check_threads, environment, resolve_precision
 from phylon.train.metrics import MetricsFile, Record
-from phylon.train.objective import Batch
+from phylon.train.objectives.base import Batch, divisor
 from phylon.train.recipe import Recipe
 from phylon.train.resume import check_continuation
 from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
@@ -33,18 +34,6 @@ from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
 from phylon.train.threads import faster_threads
 
 MAX_SKIPPED_IN_ROW = 10
-
-
-class Batches(Protocol):
-    """What the loop needs of a loader: batch ``step`` as a pure function, and what the order depends on."""
-
-    step: int
-
-    def batch(self, step: int) -> Batch: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class Trainer:
@@ -71,6 +60,7 @@ class Trainer:
         if run.threads is not None:
             torch.set_num_threads(run.threads)
         self.model, self.loader, self.recipe, self.callbacks = model, loader, recipe, callbacks
+        self.objective = recipe.objective
         self.held_out, self.sample = held_out, sample
         self.device = model.device
         self.precision = resolve_precision(run.precision, self.device)
@@ -86,6 +76,7 @@ class Trainer:
         )
         self.loss: float | None = None
         self.held_out_loss: float | None = None
+        self.held_out_metrics: dict[str, float] = {}
         self.samples: list[str] = []
         self._last: dict[str, int] = {}
         self._base, self._start = 0.0, time.perf_counter()
@@ -131,6 +122,8 @@ class Trainer:
         try:
             with stop_on_signals() as stop:
                 self.model.train()
+                if state.step == 0 and "from" in self.recipe.model:
+                    self._evaluate()  # where the trained weights stand before anything is changed
                 if state.step and state.step < state.total and self._due(self.recipe.run.sample_every):
                     self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
                 while state.step < state.total and not self._out_of_time():
@@ -149,12 +142,13 @@ class Trainer:
         """A timed run on the CPU takes the number of threads that is faster now; others must not depend on the time."""
         if self.budget is None or self.recipe.run.threads is not None or self.device.type != "cpu":
             return
-        part = _parts(self.loader.batch(0), self.recipe.run.accumulate)[0]
+        batch = self.loader.batch(0)
+        part, counts = _parts(batch, self.recipe.run.accumulate)[0], self.objective.counts(batch)
 
         def work() -> None:
             with self._autocast():
-                loss = self.recipe.objective.loss(self.model, part)
-            loss.sum.backward()
+                losses = self.objective.losses(self.model, part)
+            self.objective.summed(losses, counts).backward()
 
         with random_state_kept():
             threads = faster_threads(work)
@@ -171,20 +165,23 @@ class Trainer:
             self.environment["threads"] = str(threads)
 
     def _step(self) -> None:
-        """One update: gradients of the whole batch, divided by the number of all its targets."""
+        """One update: the gradient of the whole batch, each term divided by its count in all of it."""
         started, state, optim = time.perf_counter(), self.state, self.recipe.optim
         batch = self.loader.batch(state.step)
+        counts = self.objective.counts(batch)
+        count = divisor(counts)
         # Detached sums stay tensors until the end: asking for a number waits for the device.
-        sums, counts = [], []
+        sums: dict[str, list[Tensor]] = {}
         for part in _parts(batch, self.recipe.run.accumulate):
             with self._autocast():
-                loss, extra = self.recipe.objective.training_loss(self.model, self._on_device(part), batch)
-            (loss.sum if extra is None else loss.sum + extra).backward()
+                losses = self.objective.losses(self.model, self._on_device(part))
+                total = self.objective.summed(losses, counts)
+            total.backward()
             self.optimizer.collect()
-            sums.append(loss.sum.detach())
-            counts.append(loss.count)
-        count = max(1, int(sum(counts)))
-        self.loss = float(sum(sums)) / count
+            for name, loss in losses.items():
+                sums.setdefault(name, []).append(loss.sum.detach())
+        means = {name: float(sum(parts)) / (counts[name] or 1.0) for name, parts in sums.items()}
+        self.loss = self.objective.total(means)
         norm = self.optimizer.norm(count)
         lr = optim.lr * self._ratio()
         if norm.not_finite or not math.isfinite(self.loss):
@@ -192,13 +189,15 @@ class Trainer:
         else:
             clipped = 1.0 if optim.clip is None or norm.value <= optim.clip else optim.clip / norm.value
             self.optimizer.step(lr, clipped / count)
-            self.recipe.objective.after_step(self.model)
+            self.objective.after_step(self.model)
             state.skipped_in_row = 0
-        tokens = int((batch["segments"] != 0).sum())
+        tokens = self.objective.n_tokens(batch)
         state.tokens += tokens
         state.seconds = self._elapsed()
         record = {"kind": "step", "step": state.step, "loss": self.loss, "lr": lr, "grad_norm": norm.value}
         record |= {"tokens": state.tokens, "tokens_per_s": tokens / (time.perf_counter() - started)}
+        if len(means) > 1:
+            record["losses"] = means
         state.step += 1
         self._log(record | {"seconds": state.seconds})
 
@@ -253,19 +252,20 @@ class Trainer:
             self._sample()
 
     def _evaluate(self) -> None:
-        """The mean loss over the held-out tokens."""
+        """What the objective measures on the held-out examples: the mean loss and more."""
         if self.held_out is None:
             return
-        started, total, count = time.perf_counter(), 0.0, 0
-        with random_state_kept(), torch.no_grad(), _evaluating(self.model):
-            for batch in self.held_out():
-                with self._autocast():
-                    loss = self.recipe.objective.loss(self.model, self._on_device(batch))
-                total, count = total + float(loss.sum), count + int(loss.count)
-        self.held_out_loss = total / max(1, count)
+        started = time.perf_counter()
+        with random_state_kept(), torch.no_grad(), _evaluating(self.model), self._autocast():
+            found = self.objective.evaluate(self.model, map(self._on_device, self.held_out()))
+        self.held_out_loss = found["loss"]
+        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
         self._last["eval"] = self.state.step
         self._took("eval", started)
-        self._log({"kind": "eval", "step": self.state.step, "loss": self.held_out_loss, "tokens": self.state.tokens})
+        record: Record = {"kind": "eval", "step": self.state.step, "loss": self.held_out_loss}
+        if self.held_out_metrics:
+            record["metrics"] = self.held_out_metrics
+        self._log(record | {"tokens": self.state.tokens})
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
@@ -361,4 +361,6 @@ def _parts(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
-    return [{name: parts[i] for name, parts in split.items()} for i in range(count)]
+    parts = [{name: cut[i] for name, cut in split.items()} for i in range(count)]
+    # A batch by token count may have fewer rows than parts.
+    return [part for part in parts if len(next(iter(part.values())))]

@@ -6,15 +6,17 @@ from phylon.spec.base import Mechanism, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.text import Tokenizer, char_tokenizer, load_tokenizer, train_bpe, train_unigram
+from phylon.text.train import BPE_SPECIALS, UNIGRAM_SPECIALS
 
 Texts = Callable[[], Iterator[str]]
+Reserved = tuple[str, ...]
 
 
 class Vocabulary(Slot):
     """Slot of ``data.tokenizer``."""
 
-    def make(self, texts: Texts) -> Tokenizer:
-        """The tokenizer; ``texts()`` walks the training texts from the start."""
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
+        """The tokenizer; ``texts()`` walks the training texts from the start, ``reserved`` are more special tokens."""
         raise NotImplementedError
 
 
@@ -27,8 +29,8 @@ class BPE(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="bpe"):
         if self.vocab_size < 257:
             raise UserError(f"vocab_size of a byte-level vocabulary must be at least 257, got {self.vocab_size}")
 
-    def make(self, texts: Texts) -> Tokenizer:
-        return train_bpe(texts(), self.vocab_size)
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
+        return train_bpe(texts(), self.vocab_size, specials=_with(BPE_SPECIALS, reserved))
 
 
 class Unigram(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="unigram"):
@@ -39,8 +41,8 @@ class Unigram(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="unigram"):
     def __post_init__(self) -> None:
         _check_size(self.vocab_size)
 
-    def make(self, texts: Texts) -> Tokenizer:
-        return train_unigram(texts(), self.vocab_size)
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
+        return train_unigram(texts(), self.vocab_size, specials=_with(UNIGRAM_SPECIALS, reserved))
 
 
 class WordPiece(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="wordpiece"):
@@ -55,17 +57,18 @@ class WordPiece(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="wordpiece
     def __post_init__(self) -> None:
         _check_size(self.vocab_size)
 
-    def make(self, texts: Texts) -> Tokenizer:
-        from phylon.text import train_wordpiece
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
+        from phylon.text.wordpiece import SPECIALS, train_wordpiece
 
-        return train_wordpiece(texts(), self.vocab_size, lowercase=self.lowercase)
+        specials = _with(SPECIALS, reserved)
+        return train_wordpiece(texts(), self.vocab_size, lowercase=self.lowercase, specials=specials)
 
 
 class Characters(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="char"):
     """The distinct characters of the training texts."""
 
-    def make(self, texts: Texts) -> Tokenizer:
-        return char_tokenizer("".join(sorted(set().union(*texts()))))
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
+        return char_tokenizer("".join(sorted(set().union(*texts()))), specials=reserved)
 
 
 class Loaded(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="load"):
@@ -73,8 +76,12 @@ class Loaded(Mechanism, Vocabulary, frozen=True, kw_only=True, tag="load"):
 
     path: str
 
-    def make(self, texts: Texts) -> Tokenizer:
+    def make(self, texts: Texts, reserved: Reserved = ()) -> Tokenizer:
         return load_tokenizer(self.path)
+
+
+def _with(own: tuple[str, ...], reserved: Reserved) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*own, *reserved)))
 
 
 def _check_size(vocab_size: int) -> None:

@@ -9,7 +9,7 @@ from phylon.layers.heads.pools import First, Last, Mean
 from phylon.layers.norms import LayerNorm
 from phylon.layers.part import Linear, Part
 from phylon.ops.activation import ACTIVATIONS, check_activation
-from phylon.ops.loss import Loss, cross_entropy, linear_cross_entropy
+from phylon.ops.loss import Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism, Norm, Pool
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
@@ -171,12 +171,20 @@ class MaskedLMModule(Part):
     def forward(self, hidden: Tensor, ctx: Context) -> Tensor:
         return self.proj(self.transform(hidden))
 
-    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+    def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
+        targets, weights, smoothing = Targets.of(targets)
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
             raise UserError(f"target id {int(targets.max())} is out of range: the head has {self.spec.vocab_size}")
-        return linear_cross_entropy(self.transform(hidden), self.proj.weight, targets, bias=self.proj.bias)
+        return linear_cross_entropy(
+            self.transform(hidden),
+            self.proj.weight,
+            targets,
+            bias=self.proj.bias,
+            label_smoothing=smoothing,
+            weights=weights,
+        )
 
 
 register(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from phylon.layers.context import Context
 from phylon.layers.part import Linear, Part
-from phylon.ops.loss import IGNORE, Loss, linear_cross_entropy
+from phylon.ops.loss import IGNORE, Loss, Targets, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -15,7 +15,7 @@ class LMHead(Mechanism, Head, frozen=True, kw_only=True):
     """Scores of the next token: ``softcap?(scale * hidden W^T + b?)``; tie ``proj.weight`` to share the embedding.
 
     *Attention Is All You Need* (arXiv:1706.03762), section 3.4; softcap: Gemma 2 (arXiv:2408.00118), section 2.
-    hidden (B, T, D) to logits (B, T, V). Targets (B, T) are the ids to predict at each position, -100 ignored.
+    hidden (B, T, D) to logits (B, T, V). Targets (B, T) or ``Targets``: the id to predict at each place, -100 ignored.
     Cost of a token: ``2 D V``.
     """
 
@@ -46,8 +46,9 @@ class LMHeadModule(Part):
             logits = self.spec.softcap * torch.tanh(logits / self.spec.softcap)
         return logits
 
-    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+    def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
         """Summed cross-entropy and its count, without the (B, T, V) logits."""
+        targets, weights, smoothing = Targets.of(targets)
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.dtype not in (torch.int64, torch.int32):
@@ -59,7 +60,10 @@ class LMHeadModule(Part):
                 raise UserError(f"target id {int(wrong[0])} is out of range: the head has {n}, and {IGNORE} is ignored")
         hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
         weight, bias = self.proj.weight, self.proj.bias
-        return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=self.spec.softcap)
+        softcap = self.spec.softcap
+        return linear_cross_entropy(
+            hidden, weight, targets, bias=bias, softcap=softcap, label_smoothing=smoothing, weights=weights
+        )
 
 
 register(

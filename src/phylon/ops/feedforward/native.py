@@ -29,9 +29,7 @@ class Native:
     def run(self, call: FeedForwardCall) -> Tensor:
         gate, gate_bias = (None, None) if call.gate is None else call.gate
         flat = call.x.reshape(-1, call.x.shape[-1])
-        made = _FeedForward.apply(
-            flat, *call.up, *call.down, gate, gate_bias, call.activation, compute_dtype(call.x)
-        )
+        made = _FeedForward.apply(flat, *call.up, *call.down, gate, gate_bias, call.activation, compute_dtype(call.x))
         return made.view(*call.x.shape[:-1], made.shape[-1])
 
 

@@ -54,7 +54,9 @@ class Joined:
 
     def run(self, call: LinearCall) -> tuple[Tensor, ...]:
         dtype = compute_dtype(call.x)
-        made = _Linears.apply(call.x.reshape(-1, call.x.shape[-1]), dtype, len(call.weights), *call.weights, *call.biases)
+        made = _Linears.apply(
+            call.x.reshape(-1, call.x.shape[-1]), dtype, len(call.weights), *call.weights, *call.biases
+        )
         return tuple(y.view(*call.x.shape[:-1], y.shape[-1]) for y in made)
 
 

@@ -206,7 +206,9 @@ def _check() -> str | None:
                 return f"activation {name}"
         targets = torch.randint(0, d, (rows,), generator=made)
         expected_losses = F.cross_entropy(x, targets, reduction="none")
-        if not torch.allclose(scores_loss(x.clone(), None, targets, None, None, 0.0, 0.0, True), expected_losses, atol=1e-5):
+        if not torch.allclose(
+            scores_loss(x.clone(), None, targets, None, None, 0.0, 0.0, True), expected_losses, atol=1e-5
+        ):
             return "cross-entropy"
         if not torch.allclose(row_sum(x), x.sum(0), atol=1e-5):
             return "sum over rows"

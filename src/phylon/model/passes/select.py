@@ -1,0 +1,27 @@
+"""Which parts of a model a glob names."""
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from phylon.spec.errors import UserError, did_you_mean
+
+
+def matching(names: Iterable[str], globs: Sequence[str], what: str) -> list[str]:
+    """Those of ``names`` that match a glob, in their order.
+
+    A glob matches a whole name, or the beginning of one at a dot: ``decoder.blocks.0`` names all below that block.
+
+    Raises:
+        UserError: a glob that matches nothing, with the nearest name.
+    """
+    names = list(names)
+    for glob in globs:
+        if not any(_matches(name, glob) for name in names):
+            known = {re.sub(r"\.\d+\.", ".*.", name) for name in names} if "*" in glob else names
+            raise UserError(f"no {what} of this model matches '{glob}'{did_you_mean(glob, known)}")
+    return [name for name in names if any(_matches(name, glob) for glob in globs)]
+
+
+def _matches(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")

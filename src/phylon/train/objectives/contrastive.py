@@ -1,0 +1,134 @@
+"""Sentence embeddings: the vector of a text is nearer to that of its own pair than to those of the other pairs."""
+
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phylon.data.table import text_of
+from phylon.model import Model, ModelSpec
+from phylon.ops.loss import Loss
+from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.registry import register
+from phylon.train.measures import retrieval_accuracy
+from phylon.train.objectives.base import Batch, Feed, Material, Metrics
+from phylon.train.objectives.supervised import Arrays, RecordObjective, parts, row_feed, text_arrays
+
+if TYPE_CHECKING:
+    from phylon.train.recipe import Recipe
+
+POOLS = ("mean", "first", "last")
+
+
+class Contrastive(RecordObjective, frozen=True, kw_only=True):
+    """``-log softmax_j(cos(a_i, b_j) / temperature)`` at ``j = i``, over the pairs of a batch. InfoNCE.
+
+    van den Oord et al. (arXiv:1807.03748), equation 4; in-batch negatives: Henderson et al. (arXiv:1705.00652), section
+    4.4; the temperature of SimCSE (arXiv:2104.08821), section 3. ``text`` and ``pair`` name the fields of a record.
+    ``pool`` turns the last hidden states into a vector, as ``phylon.encode`` does: mean, first or last. A pair whose
+    second text is also another pair's is no negative of it. Evaluation reports ``retrieval``: how often the nearest of
+    all held-out second texts is a text's own.
+
+    The negatives are the batch, so the loss of a batch is not that of its parts: ``run.accumulate`` is refused, and so
+    is more than one process.
+    """
+
+    text: str = "text"
+    pair: str = "pair"
+    temperature: float = 0.05
+    pool: str = "mean"
+
+    whole_batch = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise UserError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if self.pool not in POOLS:
+            raise UserError(f"unknown pool '{self.pool}'{did_you_mean(self.pool, POOLS)}")
+
+    def split_by(self) -> tuple[str, ...]:
+        return self.text, self.pair
+
+    def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
+        super().check(recipe, spec)
+        if len(spec.stacks) > 1 or not hasattr(spec.last_stack.embed, "vocab_size"):
+            raise UserError("contrastive trains an encoder or a decoder alone that reads text; choose another family")
+        if recipe.run.accumulate > 1:
+            raise UserError(
+                "contrastive compares all pairs of a batch, which parts of it cannot: set run.accumulate to 1 "
+                "(and lower run.batch_size where memory does not suffice; recomputation saves memory too)"
+            )
+        if recipe.run.batch_size < 2:
+            raise UserError("contrastive takes its negatives from the batch: set run.batch_size to at least 2")
+
+    def feed(self, material: Material) -> Feed:
+        made = {which: self._examples(material, source) for which, source in parts(material)}
+        return row_feed(material, made["training"], made.get("held-out"))
+
+    def _examples(self, material: Material, source: object) -> list[Arrays]:
+        most = material.recipe.data.seq_len
+        found = []
+        for record in source.records():  # type: ignore[attr-defined]
+            example: Arrays = {}
+            for field, prefix in ((self.text, ""), (self.pair, "pair_")):
+                text = text_of(record, field)
+                arrays = text_arrays(material.text, material.spec, text, None, most, record.name)
+                example |= {f"{prefix}{name}": array for name, array in arrays.items()}
+            hashed = hashlib.blake2b(text_of(record, self.pair).encode(), digest_size=8).digest()
+            found.append(example | {"same": np.frombuffer(hashed, np.int64)[0]})
+        return found
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {"contrastive": len(batch["tokens"])}
+
+    def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
+        return {"contrastive": self._loss(*self._vectors(model, batch), batch["same"])}
+
+    def _loss(self, left: Tensor, right: Tensor, same: Tensor) -> Loss:
+        scores = left @ right.T / self.temperature
+        own = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill((same[:, None] == same) & ~own, -math.inf)
+        return Loss(-scores.log_softmax(1).diagonal().sum(), torch.tensor(len(scores), device=scores.device))
+
+    def _vectors(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Both sides, (B, D) each, of length 1 in fp32."""
+        found = []
+        for prefix in ("", "pair_"):
+            read = {name: batch[prefix + name] for name in ("segments", "types") if prefix + name in batch}
+            hidden = model(batch[f"{prefix}tokens"], **read, logits="none").hidden
+            found.append(torch.nn.functional.normalize(pooled(hidden, read["segments"], self.pool), dim=-1))
+        return found[0], found[1]
+
+    def n_tokens(self, batch: Batch) -> int:
+        return sum(int((batch[name] != 0).sum()) for name in ("segments", "pair_segments"))
+
+    def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
+        total, left, right = 0.0, [], []
+        for batch in batches:
+            vectors = self._vectors(model, batch)
+            total += float(self._loss(*vectors, batch["same"]).sum)
+            left.append(vectors[0].cpu())
+            right.append(vectors[1].cpu())
+        queries, answers = torch.cat(left).numpy(), torch.cat(right).numpy()
+        return {"loss": total / len(queries), "retrieval": retrieval_accuracy(queries, answers)}
+
+
+def pooled(hidden: Tensor, segments: Tensor, pool: str) -> Tensor:
+    """(B, D) in fp32 of hidden states (B, T, D) padded on the right, one text a row."""
+    if pool == "first":
+        return hidden[:, 0].float()
+    lengths = (segments != 0).sum(1)
+    if pool == "last":
+        return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1].float()
+    return (hidden.float() * (segments != 0)[..., None]).sum(1) / lengths[:, None]
+
+
+register(
+    Contrastive,
+    paper="arXiv:1807.03748 eq. 4",
+    cases=lambda: [Contrastive(), Contrastive(temperature=0.1, pool="first")],
+)

@@ -1,0 +1,163 @@
+"""Classes of images: folders and arrays, augmentation, any resolution the patches divide."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from phylon.data import Loader, Source
+from phylon.data.augment import Augment, Prepared
+from phylon.data.documents import digest
+from phylon.data.images import ImageArrays, ImageFolder, Images
+from phylon.data.split import held_out_names
+from phylon.layers.embeddings.patches import PatchEmbed
+from phylon.layers.heads.classify import Classify
+from phylon.model import Model, ModelSpec
+from phylon.ops.loss import Loss, Targets
+from phylon.spec.base import Mechanism
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+from phylon.train.measures import accuracy, macro_f1
+from phylon.train.objectives.base import Batch, Feed, Material, Metrics, Objective, need_head
+from phylon.train.objectives.supervised import spread
+
+if TYPE_CHECKING:
+    from phylon.train.recipe import Recipe
+
+EVAL_IMAGES = 100
+
+
+class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
+    """Cross-entropy of the class of an image. ViT (arXiv:2010.11929), section 3.
+
+    The source is ``image_folder`` or ``image_arrays``. ``pixels`` says how images become numbers, and with ``size`` at
+    which resolution: where it is not the model's own, the learned positions are interpolated (section 3.2). ``augment``
+    changes training images at random; ``label_smoothing`` is that of Szegedy et al. (arXiv:1512.00567), section 7.
+    ``data.held_out`` is a share of the images, chosen by their names. Evaluation reports ``accuracy`` and ``f1`` (the
+    mean over the classes).
+
+    A batch: ``images`` float (B, C, H, W) and ``targets`` (B,).
+    """
+
+    pixels: Prepared = Prepared()
+    augment: Augment | None = None
+    label_smoothing: float = 0.0
+    head: str = "class"
+
+    reads_text = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise UserError(f"label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+
+    def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
+        embed = spec.encoder.embed if spec.encoder is not None else None
+        if not isinstance(embed, PatchEmbed):
+            raise UserError('image_classes trains a model that reads images; choose one, such as family = "vit"')
+        need_head(spec, self.head, Classify, "image_classes")
+        source = recipe.data.source
+        if not isinstance(source, ImageFolder | ImageArrays):
+            raise UserError('image_classes reads images: data.source = { kind = "image_folder" | "image_arrays", … }')
+        images = source.open()
+        n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        if len(images.classes) != n_classes:
+            shown = ", ".join(images.classes[:8]) + (", …" if len(images.classes) > 8 else "")
+            raise UserError(
+                f"the data have {len(images.classes)} classes ({shown}) and the head '{self.head}' {n_classes}: "
+                f"set its n_classes to {len(images.classes)}"
+            )
+        self._check_shape(embed, tuple(self.pixels(images.pixels(0)).shape))
+
+    def _check_shape(self, embed: PatchEmbed, shape: tuple[int, ...]) -> None:
+        channels, height, width = shape
+        if channels != embed.n_channels:
+            raise UserError(f"the images have {channels} channels and the model reads {embed.n_channels}")
+        if height % embed.patch_size or width % embed.patch_size:
+            patch = embed.patch_size
+            raise UserError(
+                f"images of {height} x {width} do not cut into patches of {patch} x {patch}: "
+                "set objective.pixels.size to a height and a width that do"
+            )
+
+    def split(self, source: Source, share: float) -> tuple[Source, Source | None]:
+        """``feed`` holds images out, by name."""
+        return source, None
+
+    def feed(self, material: Material) -> Feed:
+        run, share = material.recipe.run, material.recipe.data.held_out
+        assert isinstance(material.training, ImageFolder | ImageArrays)
+        images = material.training.open()
+        held = held_out_names([images.name(i) for i in range(len(images))], share)
+        rows = [np.flatnonzero(held == which) for which in (False, True)]
+        if share and (not len(rows[0]) or not len(rows[1])):
+            raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
+        material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
+        loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
+        if not share:
+            return Feed(loader)
+        kept = _Chosen(images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)
+        return Feed(loader, lambda: kept.batches(EVAL_IMAGES))
+
+    def counts(self, batch: Batch) -> dict[str, float]:
+        return {self.head: len(batch["targets"])}
+
+    def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
+        targets = Targets(batch["targets"], label_smoothing=self.label_smoothing)
+        out = model(images=batch["images"], targets={self.head: targets}, logits="none")
+        return {self.head: out.losses[self.head]}
+
+    def n_tokens(self, batch: Batch) -> int:
+        """Images."""
+        return len(batch["targets"])
+
+    def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
+        said: list[Any] = []
+        right: list[Any] = []
+        total = 0.0
+        for batch in batches:
+            out = model(images=batch["images"], targets={self.head: batch["targets"]})
+            total += float(out.losses[self.head].sum)
+            said += out.heads[self.head].argmax(-1).tolist()
+            right += batch["targets"].tolist()
+        return {"loss": total / len(right), "accuracy": accuracy(said, right), "f1": macro_f1(said, right)}
+
+
+class _Chosen:
+    """Some of the images as examples; changed at random where there is a ``seed``."""
+
+    def __init__(self, images: Images, rows: np.ndarray, objective: ImageClasses, seed: int | None) -> None:
+        self.images, self.rows, self.objective, self.seed = images, rows, objective, seed
+        self.shape = objective.pixels(images.pixels(int(rows[0]))).shape
+
+    @property
+    def fingerprint(self) -> str:
+        return digest(self.images.fingerprint, self.rows.tolist())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def example(self, index: int, epoch: int) -> dict[str, np.ndarray]:
+        number, augment = int(self.rows[index]), self.objective.augment
+        pixels = self.images.pixels(number)
+        if augment is not None and self.seed is not None:
+            pixels = augment(pixels, self.seed, epoch, number)
+        image = self.objective.pixels(pixels)
+        if image.shape != self.shape:
+            raise UserError(
+                f"image '{self.images.name(number)}' is {tuple(image.shape)} and others {tuple(self.shape)}: "
+                "set objective.pixels.size"
+            )
+        return {"images": image.numpy(), "targets": self.images.labels[number]}
+
+    def batches(self, size: int) -> Iterable[Batch]:
+        for start in range(0, len(self), size):
+            rows = [self.example(i, 0) for i in range(start, min(start + size, len(self)))]
+            yield {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
+
+
+register(
+    ImageClasses,
+    paper="arXiv:2010.11929 §3",
+    cases=lambda: [ImageClasses(), ImageClasses(augment=Augment(padding=2, flip=0.5), label_smoothing=0.1)],
+)

@@ -1,0 +1,137 @@
+"""What objectives with labels share: records split by what they say, texts as examples, padded batches."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from phylon.data import Source
+from phylon.data.buckets import PaddedLoader, examples_digest, padded
+from phylon.data.labelled import Records
+from phylon.data.split import split_records
+from phylon.data.table import value_of
+from phylon.model import ModelSpec
+from phylon.spec.base import Mechanism
+from phylon.spec.errors import UserError
+from phylon.text import Tokenizer
+from phylon.text.tokenizer import Joint
+from phylon.train.objectives.base import Batch, Feed, Material, Objective, check_length
+from phylon.train.objectives.tokens import EVAL_BATCH_ROWS
+
+if TYPE_CHECKING:
+    from phylon.train.recipe import Recipe
+
+Arrays = dict[str, np.ndarray]
+T = TypeVar("T")
+
+
+class Listed:
+    """Examples in memory, the same in every epoch."""
+
+    def __init__(self, examples: Sequence[Arrays]) -> None:
+        self.examples = examples
+        self.fingerprint = examples_digest(examples)
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def example(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
+        return self.examples[index]
+
+
+class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
+    """An objective over records. ``split_by``: the fields that decide whether a record is held out."""
+
+    def split_by(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def text_fields(self) -> tuple[str, ...]:
+        """The fields a vocabulary is trained on."""
+        return self.split_by()
+
+    def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
+        check_length(spec, recipe.data.seq_len)
+
+    def split(self, source: Source, share: float) -> tuple[Source, Source | None]:
+        """By what the records say, so that a text that occurs twice is not in both parts."""
+        if not share:
+            return source, None
+        return split_records(source, share, self.split_by())  # type: ignore[arg-type]
+
+    def texts(self, source: Source) -> Iterator[str]:
+        for record in source.records():  # type: ignore[attr-defined]
+            for field in self.text_fields():
+                value = value_of(record, field)
+                yield " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def parts(material: Material) -> Iterator[tuple[str, Records]]:
+    """The parts of the data by name: "training", and "held-out" where there is one."""
+    for which, source in (("training", material.training), ("held-out", material.held_out)):
+        if source is not None:
+            assert hasattr(source, "records"), type(source)
+            yield which, source  # type: ignore[misc]
+
+
+def row_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arrays] | None) -> Feed:
+    """Batches of ``run.batch_size`` rows, padded to the longest; the held-out examples in order."""
+    run = material.recipe.run
+    loader = PaddedLoader(Listed(training), run.batch_size, run.seed)
+    material.say(f"{len(training):,} training and {len(held or ()):,} held-out examples")
+    return Feed(loader, None if held is None else padded_batches(spread(held, run.eval_rows)))
+
+
+def spread(examples: Sequence[T], most: int | None) -> Sequence[T]:
+    """At most so many of the examples, at equal distances."""
+    if most is None or most >= len(examples):
+        return examples
+    return [examples[index * len(examples) // most] for index in range(most)]
+
+
+def padded_batches(
+    examples: Sequence[Mapping[str, np.ndarray]], rows: int = EVAL_BATCH_ROWS
+) -> Callable[[], Iterable[Batch]]:
+    """Every example once, in order, in batches padded to their longest."""
+    return lambda: (padded(examples[start : start + rows]) for start in range(0, len(examples), rows))
+
+
+def shortened(joint: Joint, most: int) -> Joint:
+    """At most ``most`` ids: the ends of the texts are cut, of the longer one first; what was added stays.
+
+    BERT (arXiv:1810.04805), released code (``_truncate_seq_pair``).
+    """
+    stays = set(range(len(joint.ids)))
+    places = [[i for i, text in enumerate(joint.texts) if text == which] for which in (0, 1)]
+    for _ in range(len(joint.ids) - most):
+        longer = places[0] if len(places[0]) > len(places[1]) else places[1]
+        if not longer:
+            raise UserError(f"data.seq_len {most} leaves no room for a text beside what the tokenizer adds")
+        stays.discard(longer.pop())
+    return joint.keep(sorted(stays))
+
+
+def text_arrays(tokenizer: Tokenizer, spec: ModelSpec, text: str, pair: str | None, most: int, where: str) -> Arrays:
+    """``tokens``, ``segments`` (all 1) and, for a model with types, ``types``, each (T,) int64."""
+    joint = shortened(tokenizer.encode_joint(text, pair), most)
+    return joint_arrays(joint, spec, where)
+
+
+def joint_arrays(joint: Joint, spec: ModelSpec, where: str) -> Arrays:
+    """The arrays of what a model reads; nothing to read is refused."""
+    if not joint.ids:
+        raise UserError(f"{where}: the text gives no tokens")
+    tokens = np.array(joint.ids, np.int64)
+    found = {"tokens": tokens, "segments": np.ones_like(tokens)}
+    if has_types(spec):
+        found["types"] = np.array(joint.types, np.int64)
+    return found
+
+
+def has_types(spec: ModelSpec) -> bool:
+    """Whether the embedding tells two texts apart."""
+    return (getattr(spec.last_stack.embed, "n_types", 0) or 0) > 1
+
+
+def inputs(batch: Batch) -> dict[str, Any]:
+    """What a model is called with."""
+    return {name: batch[name] for name in ("tokens", "segments", "types") if name in batch}

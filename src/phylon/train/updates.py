@@ -1,0 +1,102 @@
+"""What optimizers of their own arithmetic share: fp32 masters, collected gradients, their norm, a named state."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from phylon.spec.errors import UserError
+from phylon.train.optim import GradientNorm
+
+
+class Updates:
+    """The interface of ``AdamWOptimizer`` around ``update(lr)``, which a subclass defines.
+
+    A parameter below fp32 gets a master copy in fp32, which collects the gradients and takes the steps; the parameter
+    is the master rounded. ``state`` maps a parameter's name to its named tensors.
+    """
+
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.params = {name: p for name, p in parameters if p.requires_grad}
+        if not self.params:
+            raise UserError("no parameter of the model takes a gradient; unfreeze some")
+        self.masters = {
+            name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
+        }
+        self.trained: dict[str, Tensor] = {**self.params, **self.masters}
+        self.state: dict[str, dict[str, Tensor]] = {}
+
+    def update(self, lr: float) -> None:
+        """One update of every ``trained`` tensor that has a gradient, in place."""
+        raise NotImplementedError
+
+    def collect(self) -> None:
+        """Add the gradients of low-precision parameters to their masters', in fp32."""
+        for name, master in self.masters.items():
+            grad = self.params[name].grad
+            if grad is not None:
+                master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
+                self.params[name].grad = None
+
+    def norm(self, divisor: float) -> GradientNorm:
+        """The norm over all gradients divided by ``divisor``; the tensors whose gradient is not finite."""
+        named = [(name, p.grad) for name, p in self.trained.items() if p.grad is not None]
+        if not named:
+            return GradientNorm(0.0, ())
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
+        value = float(torch.linalg.vector_norm(norms)) / divisor
+        if torch.isfinite(torch.tensor(value)):
+            return GradientNorm(value, ())
+        bad = tuple(name for (name, _), fine in zip(named, torch.isfinite(norms).tolist(), strict=True) if not fine)
+        return GradientNorm(value, bad or tuple(name for name, _ in named))
+
+    @torch.no_grad()
+    def step(self, lr: float, scale: float) -> None:
+        """One update at rate ``lr`` with the collected gradients times ``scale``."""
+        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
+        self.update(lr)
+        self.drop()
+        for name, master in self.masters.items():
+            self.params[name].copy_(master)
+
+    def drop(self) -> None:
+        """Forget the collected gradients; the state and the weights stay."""
+        for p in (*self.params.values(), *self.masters.values()):
+            p.grad = None
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """The state and the masters as ``<what>.<parameter>``."""
+        found = {f"master.{name}": master.detach() for name, master in self.masters.items()}
+        for name, kept in self.state.items():
+            found |= {f"{what}.{name}": value for what, value in kept.items()}
+        return found
+
+    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """The reverse of ``state_tensors``; an entry too many or of the wrong shape is refused."""
+        left = dict(tensors)
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                master.copy_(take(left, f"master.{name}", master.shape))
+        self.state = {}
+        for name, p in self.trained.items():
+            shapes = self.state_shapes(p)
+            if any(f"{what}.{name}" in left for what in shapes):
+                kept = {what: take(left, f"{what}.{name}", shape).to(p.device) for what, shape in shapes.items()}
+                self.state[name] = kept
+        if left:
+            raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+
+    def state_shapes(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        """What is kept of a parameter, with shapes."""
+        raise NotImplementedError
+
+
+def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Remove an entry of a stored state and return it, if it is there and fits."""
+    value = tensors.pop(name, None)
+    if value is None or tuple(value.shape) != tuple(shape):
+        found = "is missing" if value is None else f"has the shape {tuple(value.shape)}, not {tuple(shape)}"
+        raise UserError(f"the optimizer state does not fit this model: '{name}' {found}")
+    return value.clone()

@@ -1,0 +1,111 @@
+"""The processes of a run: who is first, what they agree on. Started by ``torchrun``, which sets the environment."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from phylon.spec.errors import UserError
+
+T = TypeVar("T")
+# How the back ends say that a peer has died.
+_LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl", "gloo", "socket")
+
+
+@dataclass(frozen=True)
+class World:
+    """``size`` processes, this one being number ``rank``; ``local_rank`` numbers those of this machine."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def sum(self, values: list[float]) -> list[float]:
+        """The sum over all processes of each number, in fp64."""
+        return self._reduced(values, dist.ReduceOp.SUM) if self.size > 1 else values
+
+    def most(self, values: list[float]) -> list[float]:
+        """The largest over all processes of each number."""
+        return self._reduced(values, dist.ReduceOp.MAX) if self.size > 1 else values
+
+    def gather(self, value: T) -> list[T]:
+        """What every process has, by rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first process makes, on all of them; its ``UserError`` is everybody's."""
+        if self.size == 1:
+            return make()
+        made: list[Any] = [None, None]
+        error: BaseException | None = None
+        if self.first:
+            try:
+                made[0] = make()
+            except BaseException as caught:
+                error, made[1] = caught, str(caught) or type(caught).__name__
+        dist.broadcast_object_list(made)
+        if error is not None:
+            raise error
+        if made[1] is not None:
+            raise UserError(f"process 0: {made[1]}")
+        return made[0]
+
+    def one_after_the_other(self, make: Callable[[bool], T]) -> T:
+        """``make(True)`` in the first process, and then ``make(False)`` in the others, which find what it has left."""
+        if self.size == 1:
+            return make(True)
+        kept: list[T] = []
+        self.from_first(lambda: kept.append(make(True)))
+        return kept[0] if self.first else make(False)
+
+    def _reduced(self, values: list[float], op: Any) -> list[float]:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, op=op)
+        return tensor.tolist()
+
+
+def join_world(device: str) -> tuple[World, str]:
+    """The processes that ``torchrun`` has started, and the device of this one; alone without ``torchrun``."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World(), device
+    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if cuda:
+        if local >= torch.cuda.device_count():
+            raise UserError(
+                f"process {local} of this machine finds {torch.cuda.device_count()} GPUs; start as many processes as GPUs"
+            )
+        torch.cuda.set_device(local)
+        device = f"cuda:{local}"
+    elif device == "auto":
+        device = "cpu"
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return World(rank, size, local), device
+
+
+def leave_world(world: World) -> None:
+    """Take leave of the other processes."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another process is gone."""
+    if isinstance(error, UserError) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
