@@ -25,6 +25,7 @@ from phylon.train.checkpoint import (
     save_checkpoint,
 )
 from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.memory import keep_freed_memory
 from phylon.train.metrics import MetricsFile, Record
 from phylon.train.objectives.base import Batch, divisor
 from phylon.train.recipe import Recipe
@@ -85,6 +86,8 @@ class Trainer:
         except OSError as error:
             raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
         self.metrics = MetricsFile(self.out / "metrics.jsonl")
+        if self.device.type == "cpu":
+            keep_freed_memory()
         seed_all(run.seed)
 
     def resume(self, checkpoint: Path, *, allow_changes: bool = False) -> None:
