@@ -15,6 +15,7 @@ from phylon.ops import native
 from phylon.spec import to_data
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import build
+from phylon.train.allocator import keep_freed_memory
 from phylon.train.budget import FIRST_PLAN, TimeBudget
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import (
@@ -101,6 +102,8 @@ class Session:
         except OSError as error:
             raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
         self.metrics = MetricsFile(self.out / "metrics.jsonl") if world.first else NoMetrics()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         # Each process draws its own dropout; the first draws what one alone would.
         seed_all(run.seed + world.rank)
 
