@@ -23,10 +23,18 @@ FORMAT = 1
 PREFIX = "step-"
 
 
+class Best(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The step and the value of the best evaluation so far."""
+
+    step: int
+    value: float
+
+
 class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a run is. ``total``: planned updates; ``replan``: when to measure next; ``seconds``: time spent training.
 
-    ``limit``: the seconds that a timed run may take in all.
+    ``limit``: the seconds that a timed run may take in all. ``best``: the best evaluation, by ``run.best``; a
+    checkpoint of that step is kept.
     ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
     """
 
@@ -38,6 +46,7 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limit: float | None = None
     skipped: int = 0
     skipped_in_row: int = 0
+    best: Best | None = None
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +94,8 @@ def load_model_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune to the newest ``keep``.
+    """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune to the newest ``keep``
+    and the best.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
@@ -107,7 +117,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
         _sync_folder(folder)
         _point_at(folder, target.name)
-        _prune(folder, keep)
+        _prune(folder, keep, checkpoint.manifest.run.best)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -129,6 +139,11 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def checkpoints(folder: Path) -> list[Path]:
     """Every checkpoint below ``folder``, oldest first."""
     return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / "state.json").is_file())
+
+
+def step_of(path: Path) -> int:
+    """The step at which a checkpoint was written, from its name."""
+    return int(path.name.removeprefix(PREFIX))
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -161,9 +176,10 @@ def _point_at(folder: Path, name: str) -> None:
     _sync_folder(folder)
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``, and what a killed process left half-written."""
-    for old in [*checkpoints(folder)[:-keep], *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
+def _prune(folder: Path, keep: int, best: Best | None) -> None:
+    """Remove all but the newest ``keep`` and the best, and what a killed process left half-written."""
+    spare = [path for path in checkpoints(folder)[:-keep] if best is None or step_of(path) != best.step]
+    for old in [*spare, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
         shutil.rmtree(old, ignore_errors=True)
 
 

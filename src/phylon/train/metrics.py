@@ -13,11 +13,12 @@ Record = dict[str, Any]
 
 
 class MetricsFile:
-    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed", "end".
+    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed", "end", "kept".
 
     A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
     (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "end" holds the ``seconds`` in
-    all, with the evaluation, the samples and the checkpoint that follow the last step.
+    all, with the evaluation, the samples and the checkpoint that follow the last step. "kept": ``what`` weights are
+    the model's where they are not the last ones, and what was measured with them.
     """
 
     def __init__(self, path: Path) -> None:

@@ -76,11 +76,15 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
     weights, "auto" is bf16 where the machine computes it in hardware. ``eval_every``, ``sample_every`` and
     ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds the held-out rows of one evaluation;
+    ``epochs``: passes over the data, which say how many ``steps`` there are, with an evaluation after each unless
+    ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy", "bleu", "loss", …) by which the
+    best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of so many last checkpoints.
     ``keep``: checkpoints kept. ``threads``: CPU threads (``None``: as PyTorch chooses; with ``max_minutes`` all or one,
     whichever is measured to be faster at the start).
     """
 
     steps: int = 1000
+    epochs: int | None = None
     max_minutes: float | None = None
     batch_size: int = 8
     accumulate: int = 1
@@ -91,12 +95,19 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     sample_every: int | None = None
     save_every: int | None = None
     keep: int = 2
+    best: str | None = None
+    average: int | None = None
     threads: int | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate", "keep", "threads")
         _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every")
+        _at_least(self, 1, "epochs", "average")
         _at_least(self, 0, "seed")
+        if self.best is not None and self.average is not None:
+            raise UserError("run.best keeps the best weights and run.average the mean of the last; choose one")
+        if self.epochs is not None and self.max_minutes is not None:
+            raise UserError("run.epochs says how long a run is, and so does run.max_minutes; choose one")
         if self.accumulate > self.batch_size:
             raise UserError(f"accumulate {self.accumulate} is more parts than the batch has rows ({self.batch_size})")
         if self.max_minutes is not None and not self.max_minutes > 0:

@@ -13,6 +13,7 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
+from phylon.train.final import with_epochs
 from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.prepare import check, prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
@@ -91,11 +92,13 @@ def train(
     model = prepared.model
     say(_parameters(model))
     loader, held_out, own_sample = prepared.feed
+    wanted = with_epochs(wanted, loader)
     trainer = Trainer(model, loader, wanted, out, callbacks, held_out=held_out, sample=own_sample or sample)
     if last is not None:
         trainer.resume(last, allow_changes=allow_changes)
     write_text(out / "recipe.toml", recipe_to_toml(wanted))
     state = trainer.run()
+    trainer.finish()
     model.eval()
     if lora_tensors(model):
         save_adapter(model, out / "adapter", replace=True)

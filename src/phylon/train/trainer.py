@@ -24,6 +24,7 @@ from phylon.train.checkpoint import (
     model_tensors,
     save_checkpoint,
 )
+from phylon.train.final import better, finish
 from phylon.train.machine import check_threads, environment, resolve_precision
 from phylon.train.metrics import MetricsFile, Record
 from phylon.train.objectives.base import Batch, divisor
@@ -64,6 +65,8 @@ class Trainer:
         self.held_out, self.sample = held_out, sample
         self.device = model.device
         self.precision = resolve_precision(run.precision, self.device)
+        if run.best is not None and held_out is None:
+            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
         self.environment = environment(self.device, self.precision)
         self.out = Path(out_dir)
         self.checkpoints = self.out / "checkpoints"
@@ -78,6 +81,7 @@ class Trainer:
         self.held_out_loss: float | None = None
         self.held_out_metrics: dict[str, float] = {}
         self.samples: list[str] = []
+        self._improved = False
         self._last: dict[str, int] = {}
         self._base, self._start = 0.0, time.perf_counter()
         try:
@@ -233,7 +237,7 @@ class Trainer:
         if self.budget is not None and self.state.step == self.state.replan:
             self.state.total, self.state.replan = self.budget.plan(self.state.step, self._elapsed())
             self._log({"kind": "plan", "step": self.state.step, "total": self.state.total})
-        if self._due(run.save_every) or stop.number is not None:
+        if self._due(run.save_every) or stop.number is not None or self._improved:
             self._save()
         if stop.number is not None and self.state.step < self.state.total:
             raise Interrupted(
@@ -251,21 +255,44 @@ class Trainer:
         if self._last.get("samples") != self.state.step:
             self._sample()
 
+    def finish(self) -> None:
+        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
+        said = finish(self.model, self.recipe, self.state.best, self.checkpoints)
+        if said is None or (self.state.best is not None and self.state.best.step == self.state.step):
+            return
+        self._say(said)
+        if self.held_out is None:
+            return
+        found = self._measure()
+        self.metrics = MetricsFile(self.metrics.path)
+        self._log({"kind": "kept", "step": self.state.step, "what": said, **self._held(found)})
+        self.metrics.close()
+
     def _evaluate(self) -> None:
         """What the objective measures on the held-out examples: the mean loss and more."""
         if self.held_out is None:
             return
         started = time.perf_counter()
-        with random_state_kept(), torch.no_grad(), _evaluating(self.model), self._autocast():
-            found = self.objective.evaluate(self.model, map(self._on_device, self.held_out()))
-        self.held_out_loss = found["loss"]
-        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
+        found = self._measure()
+        record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
+        if self.recipe.run.best is not None:
+            best = better(self.recipe.run.best, found, self.state.best, self.state.step)
+            self.state.best, self._improved = best or self.state.best, best is not None
         self._last["eval"] = self.state.step
         self._took("eval", started)
-        record: Record = {"kind": "eval", "step": self.state.step, "loss": self.held_out_loss}
-        if self.held_out_metrics:
-            record["metrics"] = self.held_out_metrics
         self._log(record | {"tokens": self.state.tokens})
+
+    def _measure(self) -> dict[str, float]:
+        """What the objective measures on the held-out examples, with the weights as they are."""
+        assert self.held_out is not None
+        with random_state_kept(), torch.no_grad(), _evaluating(self.model), self._autocast():
+            return self.objective.evaluate(self.model, map(self._on_device, self.held_out()))
+
+    def _held(self, found: dict[str, float]) -> Record:
+        """Remember an evaluation; what the log says of it."""
+        self.held_out_loss = found["loss"]
+        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
+        return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
@@ -302,8 +329,9 @@ class Trainer:
             optimizer=self.optimizer.state_tensors(),
             random=random.torch,
         )
-        path = save_checkpoint(self.checkpoints, checkpoint, self.recipe.run.keep)
-        self._last["save"] = state.step
+        run = self.recipe.run
+        path = save_checkpoint(self.checkpoints, checkpoint, max(run.keep, run.average or 1))
+        self._last["save"], self._improved = state.step, False
         self._say(f"saved {path}")
 
     def _due(self, every: int | None) -> bool:
@@ -362,5 +390,4 @@ def _parts(batch: Batch, count: int) -> list[Batch]:
         return [batch]
     split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
     parts = [{name: cut[i] for name, cut in split.items()} for i in range(count)]
-    # A batch by token count may have fewer rows than parts.
-    return [part for part in parts if len(next(iter(part.values())))]
+    return [part for part in parts if len(next(iter(part.values())))]  # a batch by token count may have few rows
