@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from phylon.checkpoint.verify import Cell, Report, compare, verify
+from phylon.checkpoint.verify import Cell, Report, against, verify
 from phylon.families import families
 from phylon.families.decoder import llama_spec
 from phylon.layers.state import FullKV, State
@@ -240,7 +240,7 @@ def test_the_first_component_that_diverges_is_named():
     assert first == Cell(
         name="reference", passed=False, reason="the first component that diverges is decoder.blocks.1.attn.out"
     )
-    assert any(cell.passed for cell in compare(model, reference))
+    assert any(cell.passed for cell in against(model, reference))
 
 
 def test_records_are_what_patterns_compare():

@@ -15,8 +15,6 @@ from phylon.hub.save import save_gguf
 
 from .harness import drawn
 
-REFERENCE = str(Path(__file__).with_name("reference.py"))
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -28,7 +26,7 @@ def run(*args: str):
 
 
 def test_passes(folder):
-    done = run(folder, "--reference", REFERENCE)
+    done = run(folder)
     assert done.exit_code == 0, done.output
     lines = [line.split()[:2] for line in done.output.splitlines()]
     assert ["chunks", "ok"] in lines
@@ -57,7 +55,7 @@ def test_bad_input(folder, tmp_path):
     (tmp_path / "lacks.py").write_text("import no_such_package_at_all")
     for args, words in (
         ((folder, "--reference", "none.py"), "there is none"),
-        ((str(gguf), "--reference", REFERENCE), "Hugging Face folders"),
+        ((str(gguf), "--reference", "transformers"), "Hugging Face folders"),
         ((folder, "--reference", str(tmp_path / "empty.py")), "defines no function"),
         ((folder, "--reference", str(tmp_path / "lacks.py")), "no_such_package_at_all"),
         ((folder, "--length", "2"), "6 tokens"),

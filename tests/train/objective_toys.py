@@ -30,6 +30,24 @@ n_heads = 2
 d_ff = 24
 max_seq_len = 64
 """
+SEQ2SEQ = """
+[model]
+family = "t5"
+d_model = 16
+n_layers = 1
+n_heads = 2
+head_dim = 8
+d_ff = 24
+dropout = 0.1
+"""
+SWITCH = SEQ2SEQ.replace('"t5"', '"switch"') + "sparse_step = 1\nn_experts = 3\ncapacity = 12\n"
+PREFIX = (
+    DECODER
+    + """
+[model.set]
+"decoder.blocks.*.attn.pattern" = { kind = "or", patterns = [{ kind = "causal" }, { kind = "prefix" }] }
+"""
+)
 DATA = f"""
 [data]
 source = {{ kind = "texts", texts = {TEXTS!r} }}
@@ -55,12 +73,20 @@ TINY: dict[str, list[str]] = {
         ENCODER + DATA + '[objective]\nkind = "masked_language"\npairs = "next_sentence"\n',
         ENCODER.replace(', "nsp"', "") + DATA + '[objective]\nkind = "masked_language"\nunit = "whole_words"\n',
     ],
+    "denoising": [
+        SEQ2SEQ + DATA + '[objective]\nkind = "denoising"\n',
+        SWITCH + DATA + '[objective]\nkind = "denoising"\nbalance = 0.01\nz_loss = 0.001\n',
+        SEQ2SEQ + DATA + '[objective]\nkind = "denoising"\ncorruption = "iid_spans"\n',
+        PREFIX + DATA + '[objective]\nkind = "denoising"\ncorruption = "split_prefix"\n',
+        DECODER + DATA + '[objective]\nkind = "denoising"\ncorruption = { kind = "iid_tokens", random = 0.0 }\n',
+        SEQ2SEQ + DATA + '[objective]\nkind = "denoising"\ncorruption = "whole_text"\n',
+    ],
 }
 TINY |= TASKS
-TINY.pop("masked_language")
 ALL = [(kind, number) for kind, tables in TINY.items() for number in range(len(tables))]
 
 
 def tiny(kind: str, number: int = 0):
-    """The recipe of a tiny run."""
-    return recipe_from_toml("schema = 1\n" + TINY[kind][number] + RUN)
+    """The recipe of a tiny run; in parts, unless the objective needs its batch whole."""
+    run = RUN.replace("accumulate = 2", "accumulate = 1") if kind == "contrastive" else RUN
+    return recipe_from_toml("schema = 1\n" + TINY[kind][number] + run)

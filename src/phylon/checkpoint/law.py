@@ -91,6 +91,10 @@ class Subject(ABC):
     def each(self, model: Model) -> list[Tensor]:
         """Values (n, W) of every input alone in one plain call."""
 
+    @abstractmethod
+    def shared_inputs(self) -> dict[str, Tensor]:
+        """What the model and a reference are both called with."""
+
     def cell(self, name: str, law: str, way: Callable[[Any], Got]) -> Cell:
         """Run a way and compare it with the documents alone."""
         for node in self.mechanisms:

@@ -7,14 +7,14 @@ tensor, `Layout.unmap` goes the other way.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
 
 from phylon.checkpoint.files import quoted
-from phylon.checkpoint.rules import Computed, Constant, Drop, Rename, Rule, Shape
+from phylon.checkpoint.rules import Computed, Constant, Drop, Rename, Rule, Shape, Tied
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
@@ -56,7 +56,7 @@ class Layout:
     """
 
     def __init__(self, rules: Iterable[Rule | Drop | Constant | Computed], optional_prefix: str = ""):
-        every = list(rules)
+        self._every = every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
@@ -66,6 +66,23 @@ class Layout:
         self._parts = [
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
         ]
+
+    def without_heads(
+        self, rename: Callable[[str], str], more: Iterable[Rule | Drop | Constant | Computed] = ()
+    ) -> "Layout":
+        """The rules of the stacks, their foreign names changed by ``rename``, and ``more``; nothing of the heads."""
+        kept: list[Rule | Drop | Constant | Computed] = []
+        for rule in self._every:
+            ours = (
+                () if isinstance(rule, Drop | Computed) else rule.our_names if isinstance(rule, Rule) else (rule.ours,)
+            )
+            if any(name.startswith("heads.") for name in ours):
+                continue
+            kept.append(rule if isinstance(rule, Constant) else replace(rule, theirs=rename(rule.theirs)))
+            if isinstance(rule, Tied):
+                kept[-1] = Tied(rename(rule.theirs), rule.ours, tuple(rename(name) for name in rule.aliases))
+        prefix = rename(self._prefix) if self._prefix else ""
+        return Layout([*kept, *more], optional_prefix=prefix)
 
     def fit(self, names: Iterable[str]) -> tuple[float, float]:
         """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""

@@ -4,33 +4,27 @@ Each cell runs a few random documents another way and compares with every docume
 does not apply says why; positive controls show that the comparison could fail.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phylon.checkpoint.compare import Reference, compare
 from phylon.checkpoint.law import (
     DISPATCHES,
-    TIGHT,
     Cell,
     Got,
     NotApplicable,
     Report,
     Subject,
-    distance,
     must_differ,
     on_backend,
 )
-from phylon.checkpoint.verify_images import verify_images
-from phylon.model import Model, record
+from phylon.checkpoint.verify_images import Images, verify_images
+from phylon.model import Model
 from phylon.spec.base import Mixer
 from phylon.spec.errors import UserError
-
-Reference = Callable[[Tensor], Mapping[str, Tensor]]
-"""Another implementation of the same weights: tokens (B, T) to values by the names of ``phylon.record`` (any of them,
-``heads.lm.logits`` at least), so that the first one that diverges can be named."""
 
 
 def verify(model: Model, *, reference: Reference | None = None, length: int | None = None, seed: int = 0) -> Report:
@@ -42,7 +36,7 @@ def verify(model: Model, *, reference: Reference | None = None, length: int | No
     of random pixels: alone, beside others, after another call, on every backend.
 
     Raises:
-        UserError: the model reads neither tokens nor images, or ``length`` or ``reference`` is given for images.
+        UserError: the model reads neither tokens nor images, or ``length`` is given for images.
     """
     was_training = model.training
     model.eval()
@@ -50,13 +44,18 @@ def verify(model: Model, *, reference: Reference | None = None, length: int | No
         with torch.no_grad():
             if not hasattr(model.spec.last_stack.embed, "image_shape"):
                 return _run(_Texts(model, length, seed), reference)
-            if length is not None or reference is not None:
-                raise UserError(
-                    "a length and a reference are of token ids, and this model reads images; leave them out"
-                )
-            return verify_images(model, seed)
+            if length is not None:
+                raise UserError("a length is one of token ids, and this model reads images; leave it out")
+            return verify_images(model, reference, seed)
     finally:
         model.train(was_training)
+
+
+def against(model: Model, reference: Reference, *, seed: int = 0) -> list[Cell]:
+    """The cells of ``verify`` that compare ``model``, in eval mode, with ``reference``, and no others."""
+    with torch.no_grad():
+        sees = hasattr(model.spec.last_stack.embed, "image_shape")
+        return compare(Images(model, seed) if sees else _Texts(model, None, seed), reference)
 
 
 def _run(subject: "_Texts", reference: Reference | None) -> Report:
@@ -116,8 +115,22 @@ class _Texts(Subject):
         if self.sources is not None and (state is None or not any(state.lengths)):
             given["source"] = torch.stack([self.sources[i] for i in documents])
         out = (model or self.model)(tokens, **given)
-        scored = out.logits is not None and out.logits.shape[:2] == tokens.shape
+        scored = out.logits is not None and out.logits.ndim == 3 and out.logits.shape[:2] == tokens.shape
         return (out.logits if scored else out.hidden).to(torch.promote_types(out.hidden.dtype, torch.float32))
+
+    def shared_inputs(self) -> dict[str, Tensor]:
+        """One text. Others know padding by its id, so none stands in it; T5's classes are read at the source's end."""
+        ends, pad = self.model.generation.eos_ids, self.model.generation.pad_id
+        told = {*ends, *(() if pad is None else (pad,))}
+        plain = next((i for i in range(self.vocab) if i not in told), 0)
+        row = torch.where(
+            torch.isin(self.rows[0], torch.tensor(sorted(told), device=self.model.device)), plain, self.rows[0]
+        )
+        if self.sources is None:
+            return {"tokens": row[None]}
+        source = row.clone()
+        source[-1] = ends[0] if ends else plain
+        return {"tokens": row[None], "source": source[None]}
 
     def state(self, batch: int) -> Any:
         try:
@@ -235,37 +248,3 @@ def _controls(s: _Texts) -> Iterator[Cell]:
         s.run(start, [0], state=state)
         after.append(s.run(s.rows[0][None, 2:4], [0], state=state)[0])
     yield must_differ(s, "control_state", after[0], after[1])
-
-
-def compare(subject: "_Texts | Model", reference: Reference) -> list[Cell]:
-    """One cell a value that ``reference`` gives, in the order of the forward pass; the first that diverges leads.
-
-    The bound, as a part of the largest value: 1e-5 a block in fp32, 16 roundings of the dtype in low precision.
-    """
-    with torch.no_grad():
-        s = subject if isinstance(subject, _Texts) else _Texts(subject, None, 0)
-    tokens = s.rows[0][None]
-    theirs = dict(reference(tokens))
-    with record(s.model) as points, torch.no_grad():
-        s.model(tokens)
-    unknown = [name for name in theirs if name not in points]
-    with record(s.model, *(name for name in theirs if name in points)) as ours, torch.no_grad():
-        s.model(tokens)
-    cells = [Cell(name=f"reference:{name}", passed=None, reason="this model records no such value") for name in unknown]
-    tight = TIGHT.get(s.model.dtype)
-    share = (
-        16 * torch.finfo(s.model.dtype).eps if tight is None else tight * max(1, len(s.model.spec.last_stack.blocks))
-    )
-    for name, value in ours.items() if points.keys() & theirs else ():
-        other = theirs[name].to(value.device)
-        if other.shape != value.shape:
-            reason = f"ours is {tuple(value.shape)}, the reference's {tuple(other.shape)}"
-            cells.append(Cell(name=f"reference:{name}", passed=False, reason=reason))
-            continue
-        error, bound = distance(value, other), share * float(other.abs().max())
-        cells.append(Cell(name=f"reference:{name}", passed=error <= bound < math.inf, error=error, bound=bound))
-    first = next((cell for cell in cells if cell.passed is False), None)
-    if first is not None:
-        name = first.name.removeprefix("reference:")
-        cells.insert(0, Cell(name="reference", passed=False, reason=f"the first component that diverges is {name}"))
-    return cells

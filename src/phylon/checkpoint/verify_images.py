@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from phylon.checkpoint.compare import Reference, compare
 from phylon.checkpoint.law import DISPATCHES, Got, Report, Subject, must_differ, on_backend
 from phylon.model import Model
 
 
-def verify_images(model: Model, seed: int) -> Report:
+def verify_images(model: Model, reference: Reference | None, seed: int) -> Report:
     """Cells of three random images of the size the model was made for; ``model`` is in eval mode."""
-    s = _Images(model, seed)
+    s = Images(model, seed)
     cells = [s.cell("batching", "batch", _batched), s.cell("after_another_call", "history", _after_another)]
     for dispatch in DISPATCHES:
         for name in dispatch.backends:
@@ -22,11 +23,13 @@ def verify_images(model: Model, seed: int) -> Report:
     before = slice(0, s.lengths[0] - 1)
     what = "a changed patch must show in the other tokens"
     cells.append(must_differ(s, "control_patch", s.run(patched[None])[0, before], s.alone[0][before], what))
+    if reference is not None:
+        cells += compare(s, reference)
     dtype = str(model.dtype).removeprefix("torch.")
     return Report(dtype=dtype, lengths=s.lengths, cells=cells, inputs="images")
 
 
-class _Images(Subject):
+class Images(Subject):
     """The model, its images and what they give alone."""
 
     def __init__(self, model: Model, seed: int) -> None:
@@ -41,6 +44,9 @@ class _Images(Subject):
     def random(self) -> Tensor:
         return torch.randn(self.shape, generator=self.generator).to(self.model.device)
 
+    def shared_inputs(self) -> dict[str, Tensor]:
+        return {"images": self.images[0][None]}
+
     def run(self, images: Tensor, model: Model | None = None) -> Tensor:
         """(B, T + heads, W): the vector of every token, then the scores of every head, filled up to one width."""
         out = (model or self.model)(images=images)
@@ -53,15 +59,15 @@ class _Images(Subject):
         return [self.run(image[None], model)[0] for image in self.images]
 
 
-def _plain(s: _Images) -> Got:
+def _plain(s: Images) -> Got:
     return [(i, slice(None), values) for i, values in enumerate(s.each(s.model))]
 
 
-def _batched(s: _Images) -> Got:
+def _batched(s: Images) -> Got:
     together = s.run(torch.stack([s.random(), *s.images]))
     return [(i, slice(None), values) for i, values in enumerate(together[1:])]
 
 
-def _after_another(s: _Images) -> Got:
+def _after_another(s: Images) -> Got:
     s.run(torch.stack([s.random(), s.random()]))
     return _plain(s)

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 import phylon
 from phylon.cli.account import account
+from phylon.cli.bench import bench
 from phylon.cli.chat import chat
 from phylon.cli.convert import convert
 from phylon.cli.encode import encode
@@ -33,6 +34,7 @@ COMMANDS = {
     "account": account,
     "convert": convert,
     "verify": verify,
+    "bench": bench,
 }
 
 

@@ -17,9 +17,13 @@ SCOPE = "This judges the ways of running the weights, not the values that they h
 def verify(
     model: ModelName,
     reference: Annotated[
-        Path | None,
-        typer.Option(help="A Python file whose reference(MODEL) runs another program (tests/parity/reference.py)."),
-    ] = None,
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What else runs the same weights, to name the first component that diverges: transformers, none, "
+            "a Python file that defines reference(MODEL), or auto: transformers where it is installed.",
+        ),
+    ] = "auto",
     length: Annotated[int | None, typer.Option(help="Tokens of the longest text.", show_default="24")] = None,
     seed: Annotated[int, typer.Option(help="Of the random texts.")] = 0,
     device: Device = "auto",
@@ -28,13 +32,18 @@ def verify(
 ) -> None:
     """Check that the same tokens or images give the same logits, whichever way.
 
-    It judges the ways of running the weights, not the values that they hold.
+    It judges the ways of running the weights, not the values that they hold. Against a reference, the values too: one
+    that does not run these weights is named, and why.
     """
+    from phylon.checkpoint.verify import Cell
     from phylon.checkpoint.verify import verify as run
     from phylon.hub import load
 
-    other = None if reference is None else _from_file(reference, model)
-    report = run(load(model, dtype=dtype, device=device), reference=other, length=length, seed=seed)
+    loaded = load(model, dtype=dtype, device=device)
+    other, reason = _reference(reference, model)
+    report = run(loaded, reference=other, length=length, seed=seed)
+    if reason is not None:
+        report.cells.append(Cell(name="reference", passed=None, reason=reason))
     data = {"model": model} | report.to_data()
     print_json(data) if as_json else print(page(data))
     if not report.passed:
@@ -57,6 +66,26 @@ def page(data: dict[str, Any]) -> str:
     return "\n".join([*lines, "", SCOPE, verdict])
 
 
+def _reference(choice: str, model: str) -> tuple["Reference | None", str | None]:
+    """The other program, or ``None`` and the reason where there is one to be said.
+
+    Only what the user asked for by name is an error where it cannot run.
+    """
+    from phylon.hub.reference import PACKAGE, transformers_reference
+    from phylon.spec.errors import UserError
+
+    if choice == "none":
+        return None, None
+    if choice not in ("auto", PACKAGE):
+        return _from_file(Path(choice), model), None
+    try:
+        return transformers_reference(model), None
+    except UserError as error:
+        if choice == PACKAGE:
+            raise
+        return None, str(error)
+
+
 def _from_file(path: Path, model: str) -> "Reference":
     """``reference(model)`` of a Python file the user names: nothing of it comes from a checkpoint."""
     import runpy
@@ -64,9 +93,7 @@ def _from_file(path: Path, model: str) -> "Reference":
     from phylon.spec.errors import UserError
 
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(f"--reference takes a Python file; there is none at '{path}'")
-    if not (Path(model) / "config.json").is_file():
-        raise UserError(f"--reference compares Hugging Face folders; '{model}' is none")
+        raise UserError(f"--reference takes auto, transformers, none or a Python file; there is none at '{path}'")
     try:
         made: dict[str, Any] = runpy.run_path(str(path))
     except ImportError as error:

@@ -136,6 +136,11 @@ class Config:
         self._stored = stored
         self.where = where
 
+    def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
+        """The same file with other values of some keys, and without those that are understood already."""
+        data = {key: value for key, value in self._data.items() if key not in without}
+        return Config(data | dict(changes), self.where, self._stored)
+
     def stores(self, part: str, default: bool) -> bool:
         """Whether a tensor with ``part`` in its name lies beside the file; ``default`` where that is not known.
 
@@ -201,12 +206,16 @@ class Config:
 
 @dataclass(frozen=True, kw_only=True)
 class HFFormat:
-    """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say."""
+    """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say.
+
+    ``departs``: why the reference's class computes something else than the configuration says, where it does.
+    """
 
     model_types: tuple[str, ...]
     read: Callable[[Config], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     layout: Callable[[ModelSpec], Layout]
+    departs: Callable[[ModelSpec], str | None] = lambda spec: None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -151,7 +152,12 @@ register_family(
             "bloom-176b": partial(_bloom, d_model=14_336, n_layers=70, n_heads=112),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("bloom",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("bloom",), read=read_config, write=write_config, layout=hf_layout),
+            "Bloom",
+            base="transformer.",
+            token="classifier",
+        ),
         # Table 3 of the paper (in millions), and the model cards in full.
         golden={
             "bloom-560m": 559_214_592,

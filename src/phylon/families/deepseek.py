@@ -27,6 +27,7 @@ from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
 from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
@@ -394,7 +395,11 @@ register_family(
         builder=deepseek_spec,
         presets={"deepseek-v3": _v3, "deepseek-v3-mtp": partial(_v3, n_mtp=1)},
         cases=_cases,
-        hf=HFFormat(model_types=("deepseek_v3",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("deepseek_v3",), read=read_config, write=write_config, layout=hf_layout),
+            "DeepseekV3",
+            span=None,
+        ),
         golden={"deepseek-v3": 671_026_404_352},
     )
 )

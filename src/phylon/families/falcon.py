@@ -33,6 +33,7 @@ from phylon.families.decoder import (
 from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -251,7 +252,12 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("falcon",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("falcon",), read=read_config, write=write_config, layout=hf_layout),
+            "Falcon",
+            base="transformer.",
+            token="classifier",
+        ),
         # In full from the reference class on the meta device.
         golden={
             "falcon-rw-1b": 1_311_625_216,

@@ -32,6 +32,7 @@ from phylon.families.decoder import (
 from phylon.families.llama import whole_heads
 from phylon.families.rope import read_rotary, write_rotary
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.heads.lm import LMHead
@@ -292,7 +293,12 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gemma3_text",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gemma3_text",), read=read_config, write=write_config, layout=hf_layout),
+            "Gemma3Text",
+            token=None,
+            span=None,
+        ),
         # Sizes of table 1; the counts in full from the reference class on the meta device.
         golden={
             "gemma3-270m": 268_098_176,

@@ -20,6 +20,7 @@ from phylon.families.decoder import (
     part,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -189,7 +190,13 @@ register_family(
             "gpt2-xl": partial(_gpt2, d_model=1600, n_layers=48, n_heads=25),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gpt2",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gpt2",), read=read_config, write=write_config, layout=hf_layout),
+            "GPT2",
+            base="transformer.",
+            language_model="LMHeadModel",
+            token="classifier",
+        ),
         golden={"gpt2": 124_439_808},
     )
 )

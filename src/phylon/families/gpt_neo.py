@@ -25,6 +25,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -188,7 +189,12 @@ register_family(
             "gpt-neo-2.7b": partial(_neo, d_model=2560, n_layers=32, n_heads=20),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gpt_neo",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gpt_neo",), read=read_config, write=write_config, layout=hf_layout),
+            "GPTNeo",
+            base="transformer.",
+            token="classifier",
+        ),
         golden={"gpt-neo-125m": 125_198_592, "gpt-neo-1.3b": 1_315_575_808, "gpt-neo-2.7b": 2_651_307_520},
     )
 )

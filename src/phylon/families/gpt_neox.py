@@ -28,6 +28,7 @@ from phylon.families.decoder import (
 )
 from phylon.families.rope import read_rotary, write_rotary
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -198,7 +199,12 @@ register_family(
             "pythia-12b": _pythia(5120, 36, 40, 50_688),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gpt_neox",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gpt_neox",), read=read_config, write=write_config, layout=hf_layout),
+            "GPTNeoX",
+            base="gpt_neox.",
+            token="classifier",
+        ),
         # Pythia: table 1 of its paper ("total"); all checked against the reference class on the meta device.
         golden={
             "gpt-neox-20b": 20_554_567_680,

@@ -25,6 +25,7 @@ from phylon.families.decoder import (
     part,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -164,7 +165,12 @@ register_family(
             )
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gptj",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gptj",), read=read_config, write=write_config, layout=hf_layout),
+            "GPTJ",
+            base="transformer.",
+            token=None,
+        ),
         golden={"gpt-j-6b": 6_050_882_784},
     )
 )

@@ -23,6 +23,7 @@ from phylon.families.decoder import (
 )
 from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
@@ -257,7 +258,12 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("jamba",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("jamba",), read=read_config, write=write_config, layout=hf_layout),
+            "Jamba",
+            token=None,
+            span=None,
+        ),
         golden={"jamba-v0.1": 51_570_323_328},
     )
 )

@@ -14,6 +14,7 @@ from phylon.checkpoint import Drop, Layout, PermuteRotary, Rename, Rule, TensorS
 from phylon.families.base import Config, Family, GGUFFormat, HFFormat, register_family
 from phylon.families.decoder import activation_name, decoder_of, hf_activation, is_tied, llama_spec, op_of, part
 from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.mixers.attention import Attention
@@ -340,7 +341,11 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("llama",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("llama",), read=read_config, write=write_config, layout=hf_layout),
+            "Llama",
+            span="transformer.",
+        ),
         gguf=GGUFFormat(
             architectures=("llama",), read=read_gguf, write=write_gguf, layout=gguf_layout, extra=gguf_extra
         ),

@@ -11,6 +11,7 @@ from phylon.checkpoint import Concat, Layout, Rename, Reshaped, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import TIED_HEAD, activation_name, decoder_of, hf_activation, is_tied, op_of, part
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.heads.lm import LMHead
 from phylon.layers.inits import DepthScaledInit
@@ -209,7 +210,14 @@ register_family(
             "mamba-2.8b": partial(_mamba, d_model=2560, n_layers=64),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("mamba",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("mamba",), read=read_config, write=write_config, layout=hf_layout),
+            "Mamba",
+            base="backbone.",
+            text=False,
+            token=None,
+            span=None,
+        ),
         golden={
             "mamba-130m": 129_135_360,
             "mamba-370m": 371_516_416,

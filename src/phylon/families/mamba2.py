@@ -11,6 +11,7 @@ from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, op_of
 from phylon.families.mamba import mixer_rules, mixer_stack, read_shared, stack_rules, write_shared
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.mixers.mamba2 import Mamba2
 from phylon.layers.norms import RMSNorm
 from phylon.model.spec import ModelSpec
@@ -158,7 +159,14 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("mamba2",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("mamba2",), read=read_config, write=write_config, layout=hf_layout),
+            "Mamba2",
+            base="backbone.",
+            text=False,
+            token=None,
+            span=None,
+        ),
         golden={
             "mamba2-130m": 128_989_632,
             "mamba2-370m": 368_346_624,

@@ -6,6 +6,7 @@ from typing import Any
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, llama_spec, op_of
 from phylon.families.llama import hf_layout, read_shared, write_shared
+from phylon.families.tasks import decoder_format
 from phylon.layers.mixers.attention import Attention
 from phylon.model.spec import ModelSpec
 from phylon.patterns import Causal, Pattern, Window
@@ -61,7 +62,10 @@ register_family(
         builder=mistral_spec,
         presets={"mistral-7b": _7b},
         cases=_cases,
-        hf=HFFormat(model_types=("mistral",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("mistral",), read=read_config, write=write_config, layout=hf_layout),
+            "Mistral",
+        ),
         golden={"mistral-7b": 7_241_732_096},
     )
 )

@@ -9,6 +9,7 @@ from phylon.families.decoder import decoder_of, llama_spec, op_of
 from phylon.families.llama import hf_rules, read_shared, write_shared
 from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts, with_ffn
+from phylon.families.tasks import decoder_format
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import RenormalisedRouter
@@ -143,7 +144,10 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("mixtral",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("mixtral",), read=read_config, write=write_config, layout=hf_layout),
+            "Mixtral",
+        ),
         golden={"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112},
     )
 )

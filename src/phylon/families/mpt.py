@@ -23,6 +23,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -174,6 +175,13 @@ def _bias_max(attention: Attention) -> int:
     raise UserError("these ALiBi slopes are not MPT's for any alibi_bias_max from 1 to 64")
 
 
+def departs(spec: ModelSpec) -> str | None:
+    """Why the reference computes something else."""
+    if _bias_max(op_of(decoder_of(spec), "attn", Attention)) == 8:
+        return None
+    return "its ALiBi ends at 2^-8, whatever alibi_bias_max says"
+
+
 def hf_layout(spec: ModelSpec) -> Layout:
     attention = op_of(decoder_of(spec), "attn", Attention)
     size = attention.n_heads * attention.head_dim
@@ -217,7 +225,12 @@ register_family(
             "mpt-30b": partial(_mpt, d_model=7168, n_layers=48, n_heads=64, max_seq_len=8192),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("mpt",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("mpt",), read=read_config, write=write_config, layout=hf_layout, departs=departs),
+            "Mpt",
+            base="transformer.",
+            token="classifier",
+        ),
         # The model cards' sizes; in full from the reference class on the meta device.
         golden={
             "mpt-7b": 6_649_286_656,

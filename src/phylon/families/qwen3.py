@@ -12,6 +12,7 @@ from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import decoder_of, layer_kinds, llama_spec, op_of, part
 from phylon.families.llama import hf_rules, read_shared, write_shared
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.rotary import Rotary
@@ -149,7 +150,11 @@ register_family(
             "qwen3-32b": partial(_qwen3, d_model=5120, n_layers=64, n_heads=64, d_ff=25_600),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("qwen3",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("qwen3",), read=read_config, write=write_config, layout=hf_layout),
+            "Qwen3",
+            span="transformer.",
+        ),
         # Sizes of table 1; the counts in full from the reference class on the meta device.
         golden={
             "qwen3-0.6b": 596_049_920,

@@ -22,3 +22,9 @@ def lm_of(spec: ModelSpec) -> LMHead:
     if "lm" not in spec.heads:
         raise UserError("this format needs a language-model head")
     return part(spec.heads["lm"], LMHead, "heads.lm")
+
+
+def with_lm(spec: ModelSpec, head: LMHead) -> ModelSpec:
+    """The two stacks with a head that is their embedding."""
+    stacks_of(spec)
+    return spec.replace(heads={"lm": head}, ties=(TIED_TARGET, TIED_HEAD))

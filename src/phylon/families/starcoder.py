@@ -25,6 +25,7 @@ from phylon.families.decoder import (
     sequential,
 )
 from phylon.families.sizes import sized
+from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.inits import NormalInit
@@ -175,7 +176,13 @@ register_family(
             ),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("gpt_bigcode",), read=read_config, write=write_config, layout=hf_layout),
+        hf=decoder_format(
+            HFFormat(model_types=("gpt_bigcode",), read=read_config, write=write_config, layout=hf_layout),
+            "GPTBigCode",
+            base="transformer.",
+            token="classifier",
+            span=None,
+        ),
         # Table 6 ("15.5B"); in full from the reference class on the meta device.
         golden={
             "starcoder": 15_517_456_384,

@@ -10,13 +10,15 @@ from typing import Any
 from phylon.checkpoint import Layout, Rename, Rule, Stack, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, hf_activation, norm_eps, op_of, part
-from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, lm_of, stacks_of
+from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, lm_of, stacks_of, with_lm
 from phylon.families.sizes import sized
 from phylon.families.t5 import BIAS, stack_rules, t5_spec
+from phylon.families.tasks import bare_format
 from phylon.layers.ffn.dispatchers import Capacity, Dropless
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import SoftmaxRouter
+from phylon.layers.heads.lm import LMHead
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.score_bias import T5Bias
@@ -210,6 +212,11 @@ def _sparse_rules(stack: str, ops: tuple[str, ...]) -> list[Rule]:
     ]
 
 
+def _whole(spec: ModelSpec) -> ModelSpec:
+    encoder, _ = stacks_of(spec)
+    return with_lm(spec, LMHead(vocab_size=embed_of(encoder).vocab_size, scale=encoder.d_model**-0.5))
+
+
 def _cases() -> list[ModelSpec]:
     tiny = partial(switch_spec, d_model=24, n_layers=2, n_heads=3, head_dim=10, d_ff=20, vocab_size=37)
     return [
@@ -231,7 +238,13 @@ register_family(
             "switch-large-128": partial(_base, d_model=1024, n_layers=24, n_heads=16, d_ff=4096, n_experts=128),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("switch_transformers",), read=read_config, write=write_config, layout=hf_layout),
+        hf=bare_format(
+            HFFormat(model_types=("switch_transformers",), read=read_config, write=write_config, layout=hf_layout),
+            "SwitchTransformersModel",
+            "SwitchTransformersForConditionalGeneration",
+            base="",
+            inner=_whole,
+        ),
         golden={"switch-base-8": 619_339_008},
     )
 )

@@ -12,9 +12,12 @@ from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import ACTIVATIONS, drop_of, embed_of, hf_activation, op_of, part
 from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of
 from phylon.families.sizes import sized
+from phylon.families.tasks import Task, of_spans, of_tokens, with_tasks
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import GLU, MLP
+from phylon.layers.heads.classify import Classify
 from phylon.layers.heads.lm import LMHead
+from phylon.layers.heads.pools import Last
 from phylon.layers.inits import NormalInit
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.mixers.cross import CrossAttention
@@ -22,7 +25,7 @@ from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.score_bias import SharedRef, T5Bias
 from phylon.model.spec import Block, ModelSpec, Stack, Sublayer, pre_norm
 from phylon.patterns import Causal, Full
-from phylon.spec.base import FeedForward, Init, Op
+from phylon.spec.base import FeedForward, Head, Init, Op
 from phylon.spec.errors import UserError, did_you_mean
 
 BIAS = "rel_bias"
@@ -240,6 +243,39 @@ def stack_rules(stack: str, ops: tuple[str, ...], gated: bool, ffn: str = "Dense
     ]
 
 
+def _class_of_texts(n_classes: int, dropout: float) -> dict[str, Head]:
+    """Read at the last token that the decoder sees, the source's end mark."""
+    return {"class": Classify(n_classes=n_classes, pool=Last(), activation="tanh", dropout=dropout)}
+
+
+_TASKS = {
+    "T5ForSequenceClassification": Task(
+        architecture="T5Model",
+        prefix=("", "transformer."),
+        heads=_class_of_texts,
+        maps={
+            "heads.class.dense.{p}": "classification_head.dense.{p}",
+            "heads.class.proj.{p}": "classification_head.out_proj.{p}",
+        },
+        dropout=0.0,
+    ),
+    "T5ForTokenClassification": Task(
+        architecture="T5EncoderModel",
+        prefix=("", "transformer."),
+        heads=of_tokens,
+        maps={"heads.token.proj.{p}": "classifier.{p}"},
+        dropout=0.0,
+    ),
+    "T5ForQuestionAnswering": Task(
+        architecture="T5Model", prefix=("", ""), heads=of_spans, maps={"heads.span.proj.{p}": "qa_outputs.{p}"}
+    ),
+}
+
+
+def _fits(task: Task, spec: ModelSpec) -> bool:
+    return (spec.decoder is None) == (task.architecture == "T5EncoderModel")
+
+
 def _cases() -> list[ModelSpec]:
     tiny = partial(t5_spec, d_model=24, n_layers=2, n_heads=3, head_dim=10, d_ff=40, vocab_size=37)
     return [
@@ -283,7 +319,12 @@ register_family(
             **{name: partial(_v11, **sizes) for name, sizes in _SIZES_V11.items()},
         },
         cases=_cases,
-        hf=HFFormat(model_types=("t5",), read=read_config, write=write_config, layout=hf_layout),
+        hf=with_tasks(
+            HFFormat(model_types=("t5",), read=read_config, write=write_config, layout=hf_layout),
+            _TASKS,
+            lambda spec: spec.replace(heads={}),
+            _fits,
+        ),
         golden={
             "t5-small": 60_506_624,
             "t5-base": 222_903_552,

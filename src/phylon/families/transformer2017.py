@@ -12,8 +12,9 @@ import torch
 from phylon.checkpoint import Drop, Layout, Rename, Reshaped, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, head_width, hf_activation, op_of, part
-from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of
+from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of, with_lm
 from phylon.families.sizes import sized
+from phylon.families.tasks import bare_format
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.lm import LMHead
@@ -196,6 +197,11 @@ def _as_row(bias: torch.Tensor) -> torch.Tensor:
     return bias[None]
 
 
+def _whole(spec: ModelSpec) -> ModelSpec:
+    encoder, _ = stacks_of(spec)
+    return with_lm(spec, LMHead(vocab_size=embed_of(encoder).vocab_size, bias=True))
+
+
 def _cases() -> list[ModelSpec]:
     tiny = partial(transformer2017_spec, d_model=24, n_layers=2, n_heads=3, vocab_size=37, max_seq_len=64)
     marian = partial(tiny, sinusoids="halves", head_bias=True)
@@ -219,7 +225,13 @@ register_family(
             "transformer-big": partial(_wmt, d_model=1024, n_heads=16, d_ff=4096, dropout=0.3),
         },
         cases=_cases,
-        hf=HFFormat(model_types=("marian",), read=read_config, write=write_config, layout=hf_layout),
+        hf=bare_format(
+            HFFormat(model_types=("marian",), read=read_config, write=write_config, layout=hf_layout),
+            "MarianModel",
+            "MarianMTModel",
+            base="model.",
+            inner=_whole,
+        ),
         golden={"transformer-base": 63_082_496, "transformer-big": 214_245_376},
     )
 )

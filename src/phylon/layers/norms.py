@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from phylon.layers.part import InitContext, Part
-from phylon.ops.norm import layer_norm, rms_norm
+from phylon.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phylon.spec.base import Mechanism, Norm
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -44,7 +44,14 @@ def _check_eps(eps: float) -> None:
         raise UserError(f"eps must be above 0, got {eps}")
 
 
-class LayerNormModule(Part):
+class ResidualNorm(Part):
+    """A norm that can take the residual sum before it along.
+
+    ``norm(x)`` is the normed ``x``; ``norm(x, added)`` gives the sum ``x + added`` (``x`` for ``None``) and its norm.
+    """
+
+
+class LayerNormModule(ResidualNorm):
     def __init__(self, spec: LayerNorm, width: int) -> None:
         super().__init__()
         self.eps = spec.eps
@@ -56,11 +63,13 @@ class LayerNormModule(Part):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *added: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        if added:
+            return add_layer_norm(x, added[0], self.weight, self.bias, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-class RMSNormModule(Part):
+class RMSNormModule(ResidualNorm):
     def __init__(self, spec: RMSNorm, width: int) -> None:
         super().__init__()
         self.eps, self.offset = spec.eps, spec.offset
@@ -69,11 +78,11 @@ class RMSNormModule(Part):
     def init_parameters(self, init: InitContext) -> None:
         nn.init.constant_(self.weight, 1 - self.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *added: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
         weight = self.weight
         if self.offset:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
-        return rms_norm(x, weight, self.eps)
+        return add_rms_norm(x, added[0], weight, self.eps) if added else rms_norm(x, weight, self.eps)
 
 
 register(

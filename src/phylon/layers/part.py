@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from phylon.layers.context import Context
 from phylon.layers.state import State
+from phylon.ops.linear import linears
 from phylon.spec.base import Init, Role
 
 
@@ -72,6 +73,27 @@ class Linear(Part, nn.Linear):
         init.draw(self.weight, self.role)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linears(input, (self.weight,), (self.bias,))[0]
+
+
+def is_plain(*modules: nn.Module | None) -> bool:
+    """Whether these are linear maps as built, so that an op may use their weights: no wrapper, no hook."""
+    return all(type(m) is Linear and not _hooked(m) for m in modules if m is not None)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def project(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
+    """``x`` through each of ``maps``, in one op where they are plain."""
+    if not is_plain(*maps):
+        return tuple(m(x) for m in maps)
+    return linears(x, tuple(m.weight for m in maps), tuple(m.bias for m in maps))  # type: ignore[misc]
 
 
 class Embedding(Part, nn.Embedding):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
+from phylon.layers.norms import ResidualNorm
 from phylon.layers.part import Part
 from phylon.model.spec import Block, Stack, Sublayer
 from phylon.spec.base import Norm
@@ -59,21 +60,42 @@ class BlockModule(Part):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         x = self.tap(ctx, "resid_pre", x)
         last = len(self.plan) - 1
+        added: Tensor | None = None
         for i, sublayer in enumerate(self.plan):
-            x = self._sublayer(x, sublayer, ctx)
-            x = self.tap(ctx, "resid_post" if i == last else "resid_mid" if i == 0 else f"resid_mid{i + 1}", x)
-        return x
+            x, added = self._sublayer(x, added, sublayer, ctx)
+            if ctx.taps is not None:
+                x, added = _sum(x, added), None
+                x = self.tap(ctx, "resid_post" if i == last else "resid_mid" if i == 0 else f"resid_mid{i + 1}", x)
+        return _sum(x, added)
 
-    def _sublayer(self, x: Tensor, plan: _Sublayer, ctx: Context) -> Tensor:
-        source = x if plan.norm_shared is None else getattr(self, plan.norm_shared)(x)
+    def _sublayer(self, x: Tensor, added: Tensor | None, plan: _Sublayer, ctx: Context) -> tuple[Tensor, Tensor | None]:
+        """The stream and what is still to be added to it: the next norm takes the sum along."""
+        alone = plan.branches[0].norm_in if len(plan.branches) == 1 else None
+        first = plan.norm_shared or alone
+        x, source = (_sum(x, added),) * 2 if first is None else self._after(first, x, added)
+        added = None
         for branch in plan.branches:
-            h = source if branch.norm_in is None else getattr(self, branch.norm_in)(source)
+            x = _sum(x, added)
+            normed = branch.norm_in is None or branch.norm_in == first
+            h = source if normed else getattr(self, branch.norm_in or "")(source)
             h = getattr(self, branch.op)(h, ctx)
             h = self.tap(ctx, f"{branch.op}.out", h)
             h = h if branch.norm_branch is None else getattr(self, branch.norm_branch)(h)
             h = h if branch.gain is None else h * branch.gain
-            x = x + dropped(h, branch.drop, self.training)
-        return x if plan.norm_out is None else getattr(self, plan.norm_out)(x)
+            added = dropped(h, branch.drop, self.training)
+        return (x, added) if plan.norm_out is None else (self._after(plan.norm_out, x, added)[1], None)
+
+    def _after(self, name: str, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + added`` and its norm."""
+        norm = getattr(self, name)
+        if isinstance(norm, ResidualNorm):
+            return norm(x, added)
+        x = _sum(x, added)
+        return x, norm(x)
+
+
+def _sum(x: Tensor, added: Tensor | None) -> Tensor:
+    return x if added is None else x + added
 
 
 class StackModule(Part):

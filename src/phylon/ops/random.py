@@ -5,13 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser (the constants of Wellons' ``lowbias32``) on int64 tensors that hold 32-bit values."""
-    mask = 0xFFFFFFFF
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & mask
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & mask
-    return x ^ (x >> 16)
+from phylon.patterns.mixing import mix
 
 
 def keep_mask(
@@ -24,5 +18,5 @@ def keep_mask(
     state = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=device)
     for dim, (size, first) in enumerate(zip(shape, origin, strict=True)):
         index = torch.arange(first, first + size, device=device).view(-1, *[1] * (len(shape) - dim - 1))
-        state = _mix(state ^ _mix(index + (dim + 1) * 0x9E3779B1 & 0xFFFFFFFF))
+        state = mix(state ^ mix(index + (dim + 1) * 0x9E3779B1 & 0xFFFFFFFF))
     return state >= int(rate * 2**32)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from phylon.patterns.base import And, Or, Pattern, Records
+from phylon.patterns.bounds import Bounds, Span, Tiles
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -15,9 +16,17 @@ class Full(Mechanism, Pattern, frozen=True, kw_only=True):
     def allowed(self, query: Records, key: Records) -> Tensor:
         return torch.ones_like(query.positions, dtype=torch.bool) & torch.ones_like(key.positions, dtype=torch.bool)
 
+    def tiles(self, query: Bounds, key: Bounds) -> Tiles:
+        ones = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=key.positions.low.device)
+        return Tiles(ones, ones)
+
     @property
     def streams(self) -> bool:
         return False
+
+    @property
+    def relative(self) -> bool:
+        return True
 
 
 class Causal(Mechanism, Pattern, frozen=True, kw_only=True):
@@ -26,8 +35,16 @@ class Causal(Mechanism, Pattern, frozen=True, kw_only=True):
     def allowed(self, query: Records, key: Records) -> Tensor:
         return key.positions <= query.positions
 
+    def tiles(self, query: Bounds, key: Bounds) -> Tiles:
+        q, k = query.positions, key.positions
+        return Tiles(k.low <= q.high, k.high <= q.low)
+
     @property
     def streams(self) -> bool:
+        return True
+
+    @property
+    def relative(self) -> bool:
         return True
 
 
@@ -43,8 +60,17 @@ class Window(Mechanism, Pattern, frozen=True, kw_only=True):
     def allowed(self, query: Records, key: Records) -> Tensor:
         return (key.positions <= query.positions) & (key.positions > query.positions - self.size)
 
+    def tiles(self, query: Bounds, key: Bounds) -> Tiles:
+        q, k = query.positions, key.positions
+        some = (k.low <= q.high) & (k.high > q.low - self.size)
+        return Tiles(some, (k.high <= q.low) & (k.low > q.high - self.size))
+
     @property
     def streams(self) -> bool:
+        return True
+
+    @property
+    def relative(self) -> bool:
         return True
 
     @property
@@ -64,9 +90,18 @@ class SymmetricWindow(Mechanism, Pattern, frozen=True, kw_only=True):
     def allowed(self, query: Records, key: Records) -> Tensor:
         return (key.positions - query.positions).abs() <= self.radius
 
+    def tiles(self, query: Bounds, key: Bounds) -> Tiles:
+        q, k = query.positions, key.positions
+        some = (k.low - q.high <= self.radius) & (q.low - k.high <= self.radius)
+        return Tiles(some, (k.high - q.low <= self.radius) & (q.high - k.low <= self.radius))
+
     @property
     def streams(self) -> bool:
         return self.radius == 0
+
+    @property
+    def relative(self) -> bool:
+        return True
 
 
 class Document(Mechanism, Pattern, frozen=True, kw_only=True):
@@ -80,6 +115,14 @@ class Document(Mechanism, Pattern, frozen=True, kw_only=True):
         key_ids = ones if key.segments is None else key.segments
         shape = Full().allowed(query, key)
         return (query_ids == key_ids) & (key_ids != 0) & shape
+
+    def tiles(self, query: Bounds, key: Bounds) -> Tiles:
+        if query.segments is None and key.segments is None:
+            return Full().tiles(query, key)
+        one = torch.ones((1, 1, 1, 1), dtype=torch.int64, device=key.positions.low.device)
+        q, k = (Span(one, one) if side.segments is None else side.segments for side in (query, key))
+        some = (torch.maximum(q.low, k.low) <= torch.minimum(q.high, k.high)) & ~q.is_all(0) & ~k.is_all(0)
+        return Tiles(some, (q.low == q.high) & (k.low == k.high) & (q.low == k.low) & (k.low != 0))
 
     @property
     def streams(self) -> bool:

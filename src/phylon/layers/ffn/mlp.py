@@ -4,8 +4,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from phylon.layers.context import Context
-from phylon.layers.part import Linear, Part
+from phylon.layers.part import Linear, Part, is_plain
 from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.ops.feedforward import feedforward
 from phylon.spec.base import FeedForward, Mechanism
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import register
@@ -58,6 +59,8 @@ class MLPModule(Part):
         self.act = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        if _is_whole(self, ctx):
+            return feedforward(x, _map(self.up_proj), _map(self.down_proj), activation=self.spec.activation)
         hidden = self.tap(ctx, "hidden", self.act(self.up_proj(x)))
         return self.down_proj(dropped(hidden, self.spec.dropout, self.training))
 
@@ -72,8 +75,22 @@ class GLUModule(Part):
         self.act = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        if _is_whole(self, ctx):
+            up, down, gate = (_map(m) for m in (self.up_proj, self.down_proj, self.gate_proj))
+            return feedforward(x, up, down, gate, activation=self.spec.activation)
         hidden = self.tap(ctx, "hidden", self.act(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(dropped(hidden, self.spec.dropout, self.training))
+
+
+def _is_whole(ffn: "MLPModule | GLUModule", ctx: Context) -> bool:
+    """Whether one op may do all of ``ffn``: nobody looks at or changes its hidden values."""
+    if ctx.taps is not None or (ffn.training and ffn.spec.dropout):
+        return False
+    return is_plain(*ffn.children())
+
+
+def _map(linear: Linear) -> tuple[Tensor, Tensor | None]:
+    return linear.weight, linear.bias
 
 
 def dropped(x: Tensor, rate: float, training: bool) -> Tensor:

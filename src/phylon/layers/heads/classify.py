@@ -9,7 +9,7 @@ from phylon.layers.heads.pools import First, Last, Mean
 from phylon.layers.norms import LayerNorm
 from phylon.layers.part import Linear, Part
 from phylon.ops.activation import ACTIVATIONS, check_activation
-from phylon.ops.loss import Loss, Targets, cross_entropy, linear_cross_entropy
+from phylon.ops.loss import IGNORE, Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism, Norm, Pool
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
@@ -178,6 +178,10 @@ class MaskedLMModule(Part):
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
             raise UserError(f"target id {int(targets.max())} is out of range: the head has {self.spec.vocab_size}")
+        # About one token in seven is asked for; the others need no scores.
+        asked = targets != IGNORE
+        weights = None if weights is None else weights[asked]
+        hidden, targets = hidden[asked], targets[asked]
         return linear_cross_entropy(
             self.transform(hidden),
             self.proj.weight,

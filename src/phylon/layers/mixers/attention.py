@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
-from phylon.layers.part import Linear, Part
+from phylon.layers.part import Linear, Part, project
 from phylon.layers.positions.rotary import Rotary, Rotation
 from phylon.layers.positions.score_bias import Alibi, alibi_slopes
 from phylon.layers.state import FullKV, KVState, RollingKV, State
@@ -80,9 +80,9 @@ class AttentionModule(Part):
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         spec = self.spec
-        q = self.q_proj(x).unflatten(-1, (spec.n_heads, spec.head_dim))
-        k = self.k_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
-        v = self.v_proj(x).unflatten(-1, (spec.n_kv_heads, spec.head_dim))
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q = q.unflatten(-1, (spec.n_heads, spec.head_dim))
+        k, v = (t.unflatten(-1, (spec.n_kv_heads, spec.head_dim)) for t in (k, v))
         if spec.qkv_clip is not None:
             q, k, v = (t.clamp(-spec.qkv_clip, spec.qkv_clip) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:

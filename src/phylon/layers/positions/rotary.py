@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phylon.layers.context import Context
+from phylon.ops.rotary import rotate
 from phylon.spec.base import Mechanism, RopeScaling, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -198,15 +199,6 @@ class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
     def in_context(self, ctx: Context, head_dim: int) -> tuple[Tensor, Tensor]:
         """The tables at this call's positions, computed once per forward pass."""
         return ctx.memo((self, head_dim), lambda: self.tables(ctx.records.positions, head_dim))
-
-
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` (B, T, H, E) with its leading features turned; computed in at least fp32, returned in ``x``'s dtype."""
-    cos, sin = tables
-    half = cos.shape[-1]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
-    return turned if rest.shape[-1] == 0 else torch.cat([turned, rest], dim=-1)
 
 
 def _frequencies(theta: float, dim: int, device: torch.device) -> Tensor:

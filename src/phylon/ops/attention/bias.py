@@ -16,8 +16,15 @@ class AlibiBias:
     slopes: Tensor
 
     def scores(self, query: Records, key: Records) -> Tensor:
-        distance = (query.positions - key.positions).abs()
-        return -self.slopes[:, None, None] * distance
+        return -self.slopes[:, None, None] * (query.positions - key.positions).abs()
+
+    def by_distance(self, distance: Tensor) -> Tensor:
+        """(H, n): the bias of every ``query - key`` in ``distance`` (n,)."""
+        return -self.slopes[:, None] * distance.abs()
+
+    def heads(self, part: slice) -> "AlibiBias":
+        """The bias of some of the heads."""
+        return AlibiBias(self.slopes[part])
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,14 @@ class BucketBias:
     def scores(self, query: Records, key: Records) -> Tensor:
         buckets = self.buckets(key.positions - query.positions)
         return self.table[buckets.squeeze(1)].permute(0, 3, 1, 2)
+
+    def by_distance(self, distance: Tensor) -> Tensor:
+        """(H, n): the bias of every ``query - key`` in ``distance`` (n,)."""
+        return self.table[self.buckets(-distance)].T
+
+    def heads(self, part: slice) -> "BucketBias":
+        """The bias of some of the heads."""
+        return BucketBias(self.table[:, part], self.max_distance, self.both_sides)
 
     def buckets(self, relative: Tensor) -> Tensor:
         """The bucket of ``key - query``, of any shape."""

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from phylon.patterns import Document, Full, Pattern, Records, aligned
+from phylon.patterns import Document, Full, Pattern, Records, aligned, measured
 from phylon.spec.errors import UserError, check_rate
 
 
@@ -51,6 +51,8 @@ class AttentionCall:
             raise UserError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
         if not (q.dtype == k.dtype == v.dtype):
             raise UserError(f"attention dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+        if self.pattern.heads not in (1, q.shape[2]):
+            raise UserError(f"the pattern is for {self.pattern.heads} heads, the call has {q.shape[2]}")
         check_rate("dropout", self.dropout)
 
     @property
@@ -64,17 +66,22 @@ class AttentionCall:
         return any(side is not None and side.segments is not None for side in (self.query, self.key))
 
     def records(self) -> tuple[Records, Records]:
-        """The records of queries and keys, made where none are given."""
+        """The records of queries and keys, made where none are given, with lengths where the pattern needs them."""
         made = aligned(self.q.shape[1], self.k.shape[1], self.q.device)
-        return self.query or made[0], self.key or made[1]
+        query, key = self.query or made[0], self.key or made[1]
+        return measured(query, key) if self.pattern.needs_lengths else (query, key)
+
+    @property
+    def visible(self) -> Pattern:
+        """The pattern, within documents where there may be several."""
+        return self.pattern & Document() if self.segmented else self.pattern
 
     def mask(self) -> Tensor | None:
         """Boolean (B or 1, H or 1, T, S) of what may be seen, or ``None`` when everything may."""
         if isinstance(self.pattern, Full) and not self.segmented:
             return None
         query, key = self.records()
-        pattern = self.pattern & Document() if self.segmented else self.pattern
-        return pattern.allowed(query.as_queries(), key.as_keys())
+        return self.visible.allowed(query.as_queries(), key.as_keys())
 
     def bias_scores(self) -> Tensor | None:
         """The score bias (B or 1, H, T, S), or ``None``."""

@@ -1,0 +1,60 @@
+"""Figures for people, files of figures, and a comparison of the two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from phylon.bench.run import Row, words
+from phylon.spec.errors import UserError
+
+
+def row_line(row: Row) -> str:
+    """One side of one cell on a line."""
+    name = f"{words(row['key'])}  {row['side']:<14}"
+    if "refused" in row or "error" in row:
+        return f"{name}  {'refused' if 'refused' in row else 'WRONG'}: {row.get('refused') or row['error']}"
+    parts = [f"{row['ms']:>10.2f} ms ({row['fastest']:.2f} to {row['slowest']:.2f}, {row['rounds']} rounds)"]
+    if not row["clean"]:
+        parts.append("DISTURBED")
+    if "speedup" in row:
+        parts.append(f"{row['speedup']:.2f}x {row['base']}")
+    parts += [f"{rate:,.3g} {unit}/s" for unit, rate in row["rates"].items()]
+    if row["extra_mib"] is not None:
+        parts.append(f"{row['extra_mib']:,.1f} MiB extra")
+    return f"{name}  {'  '.join(parts)}"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A stored result."""
+    try:
+        stored = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is no stored benchmark: {error}") from None
+    if not isinstance(stored, dict) or not isinstance(stored.get("rows"), list):
+        raise UserError(f"{path} is no stored benchmark: it has no rows")
+    return stored
+
+
+def store(path: Path, result: dict[str, Any]) -> None:
+    """Write ``result``; cells that the file already has are replaced, others of it stay, each with its own machine."""
+    rows = [row | {"machine": result["machine"]} for row in result["rows"]]
+    new = {_name(row) for row in rows}
+    old = [row for row in read(path)["rows"] if _name(row) not in new] if path.exists() else []
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps({"schema": 1, "rows": old + rows}, indent=1) + "\n")
+    part.replace(path)
+
+
+def compared(rows: list[Row], stored: dict[str, Any]) -> list[Row]:
+    """The rows with ``stored_ms`` and ``change`` (stored over measured), where the file has the same cell and side."""
+    known = {_name(row): row["ms"] for row in stored["rows"] if "ms" in row}
+    return [
+        row | {"stored_ms": known[_name(row)], "change": known[_name(row)] / row["ms"]}
+        if "ms" in row and _name(row) in known
+        else row
+        for row in rows
+    ]
+
+
+def _name(row: Row) -> str:
+    return json.dumps([row["case"], row["key"], row["side"]], sort_keys=True)

@@ -1,0 +1,347 @@
+"""FlashAttention in PyTorch: tiles of queries and keys, a running maximum and sum, and no T x S tensor ever.
+
+Dao et al. (arXiv:2205.14135), algorithms 1 and 4; Dao (arXiv:2307.08691), section 3.1. The backward pass computes the
+weights of every tile once more from the log-sum-exp of its rows. Tiles that the pattern leaves empty do not exist.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention.plan import FULL, TilePlan, tile_plan
+from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
+from phylon.ops.random import keep_mask
+
+
+class Online:
+    """Any device, dtype and pattern, in at least fp32, forward and backward; memory O(T + S).
+
+    ``block_q`` queries and ``block_k`` keys are a tile; heads share a step while all their scores are ``scores`` numbers
+    at most, which should fit a CPU's cache.
+    """
+
+    name = "online"
+
+    def __init__(self, block_q: int = 256, block_k: int = 512, scores: int = 2**19) -> None:
+        self.block_q, self.block_k, self.scores = block_q, block_k, scores
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, call: AttentionCall) -> str | None:
+        if call.tap is not None:
+            return "scores and weights never exist as a whole"
+        if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
+            return "an empty dimension"
+        if call.bias is not None and hides_parameters(call.bias):
+            return f"the parameters of {type(call.bias).__name__} are not among its attributes"
+        if torch.compiler.is_compiling():
+            return "torch.compile would unroll its loop over tiles"
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        plan = tile_plan(call, self.block_q, self.block_k)
+        return _Attention.apply(
+            call.q, call.k, call.v, call.sink, call, plan, self.scores, *parameters(call.bias).values()
+        )
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What shares one step: rows of the batch, key heads, and of each of these some of its query heads."""
+
+    rows: slice
+    kv: slice
+    group: slice
+    map: int
+    n_groups: int
+
+    @property
+    def heads(self) -> slice:
+        """The query heads, which lie side by side."""
+        if self.group.stop - self.group.start == self.n_groups:
+            return slice(self.kv.start * self.n_groups, self.kv.stop * self.n_groups)
+        first = self.kv.start * self.n_groups + self.group.start
+        return slice(first, first + self.group.stop - self.group.start)
+
+    def keys(self, x: Tensor) -> Tensor:
+        """(B, S, K, E) -> this unit's (N, S, E), a copy in at least fp32."""
+        own = x[self.rows, :, self.kv].transpose(1, 2).flatten(0, 1)
+        return own.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+
+    def queries(self, x: Tensor, part: slice) -> Tensor:
+        """(B, T, H, E) -> this unit's (N, G t, E): the query heads of a key head are rows of one product."""
+        own = self._view(x, part).permute(0, 2, 3, 1, 4)
+        return own.flatten(2, 3).flatten(0, 1).to(torch.promote_types(x.dtype, torch.float32))
+
+    def put(self, into: Tensor, part: slice, value: Tensor) -> None:
+        """The inverse of ``queries``: write (N, G t, E)."""
+        view = self._view(into, part)
+        rows, n, kv, group, width = view.shape
+        view.copy_(value.view(rows, kv, group, n, width).permute(0, 3, 1, 2, 4))
+
+    def _view(self, x: Tensor, part: slice) -> Tensor:
+        return x[self.rows, part].unflatten(2, (-1, self.n_groups))[:, :, self.kv, self.group]
+
+    def by_head(self, x: Tensor, n: int) -> Tensor:
+        """(N, G t, m) -> a view (rows, heads, t, m)."""
+        return x.view(self.rows.stop - self.rows.start, -1, n, x.shape[-1])
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Where the kept tile of a unit lies, and its mask (queries, keys) unless it is full."""
+
+    keys: slice
+    mask: Tensor | None
+
+
+class _Work:
+    """A call, its plan, and the buffers of its tiles."""
+
+    def __init__(self, call: AttentionCall, plan: TilePlan, scores: int) -> None:
+        self.call, self.plan, self.scores = call, plan, scores
+        self.n_groups = call.q.shape[2] // call.k.shape[2]
+        self.wide = torch.promote_types(call.q.dtype, torch.float32)
+        self.bias = None if call.bias is None else TileBias(call)
+        self.buffers: dict[str, Tensor] = {}
+        self._masks: dict[int, Tensor] = {}
+
+    def units(self) -> Iterator[_Unit]:
+        """All heads of all rows, as many at once as the plan and the cache allow."""
+        batch, n_kv = self.call.k.shape[0], self.call.k.shape[2]
+        if self.plan.heads > 1:
+            for b in range(batch):
+                for h in range(self.call.q.shape[2]):
+                    kv, g = divmod(h, self.n_groups)
+                    map_ = (b if self.plan.batch > 1 else 0) * self.plan.heads + h
+                    yield _Unit(slice(b, b + 1), slice(kv, kv + 1), slice(g, g + 1), map_, self.n_groups)
+            return
+        t, s = min(self.plan.block_q, self.call.q.shape[1]), min(self.plan.block_k, self.call.k.shape[1])
+        fits = max(1, self.scores // (self.n_groups * t * s))
+        kv_step = min(n_kv, fits)
+        row_step = 1 if self.plan.batch > 1 else min(batch, max(1, fits // n_kv))
+        for b in range(0, batch, row_step):
+            for kv in range(0, n_kv, kv_step):
+                rows, heads = slice(b, min(b + row_step, batch)), slice(kv, min(kv + kv_step, n_kv))
+                yield _Unit(rows, heads, slice(0, self.n_groups), b if self.plan.batch > 1 else 0, self.n_groups)
+
+    def rows(self, unit: _Unit) -> Iterator[tuple[slice, list[_Tile]]]:
+        """The queries of every row of tiles, and the tiles that are kept of it."""
+        starts, key_tiles, masks = self.plan.lists
+        plan, first = self.plan, unit.map * self.plan.n_query_tiles
+        for i in range(plan.n_query_tiles):
+            queries = slice(i * plan.block_q, min((i + 1) * plan.block_q, plan.n_queries))
+            tiles = []
+            for place in range(starts[first + i], starts[first + i + 1]):
+                j = key_tiles[place]
+                keys = slice(j * plan.block_k, min((j + 1) * plan.block_k, plan.n_keys))
+                tiles.append(_Tile(keys, self._mask(masks[place], queries, keys)))
+            yield queries, tiles
+
+    def _mask(self, index: int, queries: slice, keys: slice) -> Tensor | None:
+        if index == FULL:
+            return None
+        if index not in self._masks:
+            if len(self._masks) >= 8:
+                self._masks.clear()
+            self._masks[index] = self.plan.mask(index)
+        return self._masks[index][: queries.stop - queries.start, : keys.stop - keys.start]
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b`` in a buffer that is used again: fresh memory costs more than the product."""
+        shape = (*a.shape[:2], b.shape[2])
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            self.buffers[name] = a.new_empty(size)
+        return torch.bmm(a, b, out=self.buffers[name][:size].view(shape))
+
+    def seen(self, unit: _Unit, x: Tensor) -> Tensor:
+        """Keys or values (N, S, E) of a unit; what nobody sees may hold anything, NaN included, and is zero instead."""
+        unseen = self.plan.unseen
+        if unseen is None:
+            return x
+        own = unseen[
+            unit.rows if self.plan.batch > 1 else slice(0, 1), unit.heads if self.plan.heads > 1 else slice(0, 1)
+        ]
+        x.unflatten(0, (unit.rows.stop - unit.rows.start, -1)).masked_fill_(own[..., None], 0)
+        return x
+
+    def adjust(self, unit: _Unit, queries: slice, tile: _Tile, scores: Tensor) -> Tensor | None:
+        """Bias, cap and mask in place; the slope of the cap, if there is one."""
+        n, slope = queries.stop - queries.start, None
+        if self.bias is not None:
+            unit.by_head(scores, n).add_(self.bias.tile(unit.rows, unit.heads, queries, tile.keys))
+        if self.call.softcap is not None:
+            tanh = scores.div_(self.call.softcap).tanh_()
+            slope = 1 - tanh.square()
+            scores.mul_(self.call.softcap)
+        if tile.mask is not None:
+            unit.by_head(scores, n).masked_fill_(~tile.mask, -math.inf)
+        return slope
+
+    def keep(self, unit: _Unit, queries: slice, tile: _Tile) -> Tensor | None:
+        """Of dropout: what each weight of the tile (N, G t, keys) is multiplied with."""
+        if self.call.dropout == 0:
+            return None
+        heads, n, m = unit.heads, queries.stop - queries.start, tile.keys.stop - tile.keys.start
+        shape = (unit.rows.stop - unit.rows.start, heads.stop - heads.start, n, m)
+        origin = (unit.rows.start, heads.start, queries.start, tile.keys.start)
+        kept = keep_mask(self.call.seed, shape, self.call.dropout, self.call.q.device, origin=origin)
+        kv = unit.kv.stop - unit.kv.start
+        return (kept.to(self.wide) / (1 - self.call.dropout)).view(shape[0] * kv, -1, m)
+
+
+def _forward(work: _Work) -> tuple[Tensor, Tensor]:
+    """``out`` (B, T, H, Ev) and the log-sum-exp (B, T, H, 1) of every row, 0 where a row sees nothing."""
+    call = work.call
+    out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
+    lse = torch.zeros(*call.q.shape[:3], 1, dtype=work.wide, device=call.q.device)
+    for unit in work.units():
+        k_NSE, v_NSE = work.seen(unit, unit.keys(call.k)), work.seen(unit, unit.keys(call.v))
+        for queries, tiles in work.rows(unit):
+            if not tiles:
+                continue
+            q_NRE = unit.queries(call.q, queries) * call.factor
+            top = q_NRE.new_full((*q_NRE.shape[:2], 1), -math.inf)
+            total, mixed = torch.zeros_like(top), q_NRE.new_zeros(*q_NRE.shape[:2], v_NSE.shape[2])
+            for tile in tiles:
+                scores = work.product("scores", q_NRE, k_NSE[:, tile.keys].mT)
+                work.adjust(unit, queries, tile, scores)
+                new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+                shift = new_top if tile.mask is None else new_top.masked_fill(new_top == -math.inf, 0)
+                weights, shrink = scores.sub_(shift).exp_(), torch.exp(top - shift)
+                total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
+                keep = work.keep(unit, queries, tile)
+                if keep is not None:
+                    weights.mul_(keep)
+                mixed.mul_(shrink).baddbmm_(weights, v_NSE[:, tile.keys])
+                top = new_top
+            _finish(unit, queries, call.sink, top, total, mixed, out, lse)
+    return out, lse
+
+
+def _finish(
+    unit: _Unit,
+    queries: slice,
+    sink: Tensor | None,
+    top: Tensor,
+    total: Tensor,
+    mixed: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Divide by the sum, in which the sink takes its share; rows that saw nothing stay zero."""
+    empty = total == 0
+    row_lse = top + total.log()
+    if sink is not None:
+        extra = sink[unit.heads].to(top.dtype)[None, :, None, None]
+        own = unit.by_head(row_lse, queries.stop - queries.start)
+        row_lse = torch.logaddexp(own, extra).view_as(row_lse)
+    row_lse = row_lse.masked_fill(empty, 0)
+    unit.put(lse, queries, row_lse)
+    unit.put(out, queries, mixed.mul_(torch.exp(top - row_lse).masked_fill_(empty, 0)))
+
+
+class _Attention(torch.autograd.Function):
+    """One node of the graph: keeps q, k, v, the result and the log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        call: AttentionCall,
+        plan: TilePlan,
+        scores: int,
+        *of_bias: Tensor,
+    ) -> Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _forward(_Work(call, plan, scores))
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        # The tensors come back as they were saved, so that hooks on them hold.
+        ctx.call, ctx.plan, ctx.scores = replace(call, q=q[:0], k=k[:0], v=v[:0], sink=None), plan, scores
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        work = _Work(replace(ctx.call, q=q, k=k, v=v, sink=sink), ctx.plan, ctx.scores)
+        with torch.autocast(q.device.type, enabled=False):
+            grads = _backward(work, out, lse, d_out)
+        of_bias = [] if work.bias is None else work.bias.finish()
+        return (*grads, None, None, None, *of_bias)
+
+
+def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of q, k, v and the sink."""
+    call = work.call
+    dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
+    d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
+    plain = call.bias is None and call.softcap is None
+    for unit in work.units():
+        # Keys and values with a one more, queries with -lse and gradients with -delta: the products subtract as they go.
+        k_NSE, v_NSE = (_beside(work.seen(unit, unit.keys(x)), 1.0) for x in (call.k, call.v))
+        e, ev = call.k.shape[3], call.v.shape[3]
+        dk_NSE, dv_NSE = k_NSE.new_zeros(*k_NSE.shape[:2], e), v_NSE.new_zeros(*v_NSE.shape[:2], ev)
+        for queries, tiles in work.rows(unit):
+            if not tiles:
+                continue
+            g_NRE, row_lse = unit.queries(d_out, queries), unit.queries(lse, queries)
+            delta = (g_NRE * unit.queries(out, queries)).sum(-1, keepdim=True)
+            if d_sink is not None:
+                d_sink[unit.heads] -= _sink_share(unit, queries, call.sink, row_lse, delta)
+            q_NRE = _beside(unit.queries(call.q, queries) * call.factor, -row_lse if plain else 0.0)
+            g_NRE = _beside(g_NRE, -delta if call.dropout == 0 else 0.0)
+            dq_NRE = q_NRE.new_zeros(*q_NRE.shape[:2], e)
+            for tile in tiles:
+                k_NME, v_NME = k_NSE[:, tile.keys], v_NSE[:, tile.keys]
+                scores = work.product("scores", q_NRE, k_NME.mT)
+                slope = work.adjust(unit, queries, tile, scores)
+                weights = (scores if plain else scores.sub_(row_lse)).exp_()
+                d_scores = work.product("d_scores", g_NRE, v_NME.mT)
+                keep = work.keep(unit, queries, tile)
+                if keep is not None:
+                    d_scores.mul_(keep).sub_(delta)
+                d_scores.mul_(weights)
+                dv_NSE[:, tile.keys].baddbmm_((weights if keep is None else weights.mul_(keep)).mT, g_NRE[..., :ev])
+                if slope is not None:
+                    d_scores.mul_(slope)
+                if work.bias is not None:
+                    by_head = unit.by_head(d_scores, queries.stop - queries.start)
+                    work.bias.add_grad(unit.rows, unit.heads, queries, tile.keys, by_head)
+                dq_NRE.baddbmm_(d_scores, k_NME[..., :e])
+                dk_NSE[:, tile.keys].baddbmm_(d_scores.mT, q_NRE[..., :e])
+            unit.put(dq, queries, dq_NRE.mul_(call.factor))
+        _put_keys(unit, dk, dk_NSE)
+        _put_keys(unit, dv, dv_NSE)
+    return dq, dk, dv, None if d_sink is None or call.sink is None else d_sink.to(call.sink.dtype)
+
+
+def _beside(x: Tensor, column: Tensor | float) -> Tensor:
+    """``x`` (N, n, E) with one more column."""
+    wide = x.new_empty(*x.shape[:2], x.shape[2] + 1)
+    wide[..., :-1], wide[..., -1:] = x, column
+    return wide
+
+
+def _put_keys(unit: _Unit, into: Tensor, value: Tensor) -> None:
+    """The inverse of ``_Unit.keys``: write (N, S, E) into (B, S, K, E)."""
+    rows = unit.rows.stop - unit.rows.start
+    into[unit.rows, :, unit.kv] += value.unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+def _sink_share(unit: _Unit, queries: slice, sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """(heads,): the sink's weight of every row times what the row's output lost to it."""
+    assert sink is not None
+    n = queries.stop - queries.start
+    weight = torch.exp(sink[unit.heads].to(lse.dtype)[None, :, None, None] - unit.by_head(lse, n))
+    return (weight * unit.by_head(delta, n)).sum((0, 2, 3))

@@ -1,0 +1,108 @@
+"""A feed-forward network as one node: bias and activation in one pass, the hidden values made again in the backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phylon.ops.feedforward.call import FeedForwardCall
+from phylon.ops.linear.joined import affine, bias_gradient, kept, refusal
+from phylon.ops.products import compute_dtype, operand, product
+from phylon.ops.rows import native as rows
+
+
+class Native:
+    """C++ between PyTorch's products, on CPUs. It keeps the input and what goes into the activation."""
+
+    name = "native"
+
+    def available(self) -> str | None:
+        return rows.LIBRARY.reason()
+
+    def supports(self, call: FeedForwardCall) -> str | None:
+        if call.activation not in rows.KINDS:
+            return f"no kernel for {call.activation}"
+        return rows.refusal(call.x, *(t for pair in call.maps for t in pair)) or refusal(
+            call.x, tuple(weight for weight, _ in call.maps)
+        )
+
+    def run(self, call: FeedForwardCall) -> Tensor:
+        gate, gate_bias = (None, None) if call.gate is None else call.gate
+        flat = call.x.reshape(-1, call.x.shape[-1])
+        made = _FeedForward.apply(flat, *call.up, *call.down, gate, gate_bias, call.activation, compute_dtype(call.x))
+        return made.view(*call.x.shape[:-1], made.shape[-1])
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        up_bias: Tensor | None,
+        down: Tensor,
+        down_bias: Tensor | None,
+        gate: Tensor | None,
+        gate_bias: Tensor | None,
+        activation: str,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wide = operand(x, dtype)
+        before_NF = product(wide, operand(up, dtype).T, dtype)
+        gate_NF = None if gate is None else product(wide, operand(gate, dtype).T, dtype)
+        hidden_NF = _activated(activation, before_NF, up_bias, gate_NF, gate_bias)
+        made = affine(operand(hidden_NF, dtype), down, down_bias, dtype)
+        ctx.save_for_backward(kept(x, dtype), up, up_bias, down, gate, gate_bias, before_NF, gate_NF)
+        ctx.activation, ctx.dtype, ctx.of_x = activation, dtype, x.dtype
+        ctx.down_bias = None if down_bias is None else down_bias.dtype
+        return made
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x, up, up_bias, down, gate, gate_bias, before_NF, gate_NF = ctx.saved_tensors
+        dtype, grad = ctx.dtype, grads[0].contiguous()
+        g = operand(grad, dtype)
+        grad_NF = product(g, operand(down, dtype), dtype)
+        made = _gradients(ctx.activation, grad_NF, before_NF, up_bias, gate_NF, gate_bias)
+        assert made.y is not None
+        grad_down = torch.mm(g.T, operand(made.y, dtype)).to(down.dtype)
+        # Without a gate the activation's argument is up, with one it is the gate.
+        of_up, of_up_bias = (made.x, made.bias) if gate is None else (made.up, made.up_bias)
+        assert of_up is not None
+        wide, g_up = operand(x, dtype), operand(of_up, dtype)
+        grad_up = torch.mm(g_up.T, wide).to(up.dtype)
+        grad_x = torch.mm(g_up, operand(up, dtype)) if ctx.needs_input_grad[0] else None
+        grad_gate = None
+        if gate is not None:
+            g_gate = operand(made.x, dtype)
+            grad_gate = torch.mm(g_gate.T, wide).to(gate.dtype)
+            if grad_x is not None:
+                grad_x.addmm_(g_gate, operand(gate, dtype))
+        return (
+            None if grad_x is None else grad_x.to(ctx.of_x),
+            grad_up,
+            None if of_up_bias is None else of_up_bias.to(up_bias.dtype),
+            grad_down,
+            None if ctx.down_bias is None else bias_gradient(grad, ctx.down_bias),
+            grad_gate,
+            None if gate is None or made.bias is None else made.bias.to(gate_bias.dtype),
+            None,
+            None,
+        )
+
+
+def _activated(
+    kind: str, before: Tensor, up_bias: Tensor | None, gate: Tensor | None, gate_bias: Tensor | None
+) -> Tensor:
+    if gate is None:
+        return rows.activation(kind, before, rows.wide(up_bias))
+    return rows.activation(kind, gate, rows.wide(gate_bias), before, rows.wide(up_bias))
+
+
+def _gradients(
+    kind: str, grad: Tensor, before: Tensor, up_bias: Tensor | None, gate: Tensor | None, gate_bias: Tensor | None
+) -> rows.ActivationGradients:
+    if gate is None:
+        return rows.ActivationGradients(kind, grad, before, rows.wide(up_bias), None, None, again=True)
+    return rows.ActivationGradients(kind, grad, gate, rows.wide(gate_bias), before, rows.wide(up_bias), again=True)

@@ -1,0 +1,43 @@
+"""Matrix products of the ops that write their own backward, and what a bf16 product is made of on this machine."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_UNITS = {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "sve_bf16"}
+
+
+@cache
+def bf16_units() -> bool:
+    """Whether the processor multiplies bf16 in hardware. Without, PyTorch's bf16 product takes 3 to 4 times the fp32 one's
+    time (measured: ``benchmarks/train/README.md``)."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return True
+    return bool(_UNITS & set(found.split()))
+
+
+def widened(x: Tensor) -> bool:
+    """Whether low-precision products of tensors like ``x`` are made in fp32, each result rounded once."""
+    return x.device.type == "cpu" and not bf16_units()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype products of ``x`` are to have: autocast's, or that of ``x``."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` as a factor of a product in ``dtype``: widened where the machine has no units for that."""
+    return x.to(torch.float32 if dtype is torch.bfloat16 and widened(x) else dtype)
+
+
+def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """``a b`` of two operands (``operand``), as ``dtype``."""
+    return torch.mm(a, b).to(dtype)

@@ -1,0 +1,1 @@
+"""Kernels over rows, in C++, that several ops share: norms, activations, rotation, scores' loss, AdamW."""

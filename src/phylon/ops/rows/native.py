@@ -1,0 +1,235 @@
+"""The C++ kernels over rows (``native.cpp``) as functions of tensors. Callers see to it that the library is there."""
+
+from ctypes import c_double, c_float, c_int, c_long, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from phylon.ops.native import Library, pointer
+
+KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "tanh": 4}
+FEW = 8192
+"""Below so many elements a call costs more than the kernel saves."""
+_SHARES = 32
+_HELD = (torch.float32, torch.bfloat16)
+_P, _L, _F, _I = c_void_p, c_long, c_float, c_int
+
+
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Why the kernels cannot take these tensors: the first is the large one."""
+    x = tensors[0]
+    assert x is not None
+    if x.device.type != "cpu":
+        return f"it runs on the CPU, not on {x.device.type}"
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot look into it"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return f"it takes plain tensors, not {type(tensor).__name__}"
+        if tensor.dtype not in _HELD:
+            return f"it takes float32 and bfloat16, not {str(tensor.dtype).removeprefix('torch.')}"
+    return "too few elements to gain anything" if x.numel() < FEW else None
+
+
+def wide(tensor: Tensor | None) -> Tensor | None:
+    """A parameter as the kernels read it: dense fp32."""
+    return None if tensor is None else tensor.detach().float().contiguous()
+
+
+def norm_forward(
+    x: Tensor, h: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x + h`` (``x`` itself without ``h``), its norm, and the rows' means and inverse deviations."""
+    d = x.shape[-1]
+    total = x if h is None else torch.empty_like(x)
+    y, statistics = torch.empty_like(x), torch.empty(2, x.numel() // d)
+    types = _low(x) + 2 * (0 if h is None else _low(h)) + 4 * _low(y)
+    LIBRARY.rows_norm(
+        types, x.data_ptr(), pointer(h), pointer(weight), pointer(bias), total.data_ptr(), y.data_ptr(),
+        statistics[0].data_ptr(), statistics[1].data_ptr(), x.numel() // d, d, eps, centred,
+    )  # fmt: skip
+    return total, y, statistics[0], statistics[1]
+
+
+def norm_backward(
+    grad_y: Tensor,
+    grad_total: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    centred: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of what was normed (that of the total added), of the weight and of the bias, the latter in fp32."""
+    d = x.shape[-1]
+    grad_x, parts = torch.empty_like(x), torch.empty(2 * _SHARES * d)
+    grad_w = None if weight is None else torch.empty(d)
+    grad_b = torch.empty(d) if with_bias else None
+    LIBRARY.rows_norm_backward(
+        _low(x) + 4 * _low(grad_y), grad_y.data_ptr(), pointer(grad_total), x.data_ptr(), pointer(weight),
+        mean.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w), pointer(grad_b),
+        x.numel() // d, d, centred,
+    )  # fmt: skip
+    return grad_x, grad_w, grad_b
+
+
+def activation(
+    kind: str, x: Tensor, bias: Tensor | None = None, up: Tensor | None = None, up_bias: Tensor | None = None
+) -> Tensor:
+    """``act(x + bias)``, times ``up + up_bias`` where there is one."""
+    y, d = torch.empty_like(x), x.shape[-1]
+    LIBRARY.rows_activation(
+        KINDS[kind], _low(x), x.data_ptr(), pointer(bias), pointer(up), pointer(up_bias), y.data_ptr(),
+        x.numel() // d, d,
+    )  # fmt: skip
+    return y
+
+
+class ActivationGradients:
+    """Gradients of ``activation``: ``x`` in ``grad_y``'s memory, ``up``, both biases (fp32), and ``y`` made again."""
+
+    def __init__(
+        self,
+        kind: str,
+        grad_y: Tensor,
+        x: Tensor,
+        bias: Tensor | None,
+        up: Tensor | None,
+        up_bias: Tensor | None,
+        again: bool,
+    ) -> None:
+        d = x.shape[-1]
+        self.x = grad_y
+        self.up = None if up is None else torch.empty_like(up)
+        self.y = torch.empty_like(x) if again else None
+        self.bias = None if bias is None else torch.empty(d)
+        self.up_bias = None if up_bias is None else torch.empty(d)
+        parts = None if bias is None and up_bias is None else torch.empty(2 * _SHARES * d)
+        LIBRARY.rows_activation_backward(
+            KINDS[kind], _low(x), grad_y.data_ptr(), x.data_ptr(), pointer(bias), pointer(up), pointer(up_bias),
+            self.x.data_ptr(), pointer(self.up), pointer(self.y), pointer(parts), pointer(self.bias),
+            pointer(self.up_bias), x.numel() // d, d,
+        )  # fmt: skip
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """The sum over all dimensions but the last, in fp32, the same for any number of threads."""
+    d = x.shape[-1]
+    out, parts = torch.empty(d), torch.empty(_SHARES * d)
+    LIBRARY.rows_sum(_low(x), x.data_ptr(), parts.data_ptr(), out.data_ptr(), x.numel() // d, d)
+    return out
+
+
+def scores_loss(
+    scores: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor | None,
+    softcap: float | None,
+    smoothing: float,
+    z_loss: float,
+    grad: bool,
+) -> Tensor:
+    """Losses (C,) of fp32 ``scores`` (C, V), whose memory becomes their gradient where ``grad``."""
+    losses = torch.empty(len(scores))
+    LIBRARY.rows_cross_entropy(
+        scores.data_ptr(), pointer(bias), targets.data_ptr(), pointer(weights), losses.data_ptr(), *scores.shape,
+        softcap or 0.0, smoothing, z_loss, grad,
+    )  # fmt: skip
+    return losses
+
+
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
+    """``x`` (B, T, H, E) with heads dense, turned by tables (B or 1, T, half); ``sign`` -1 turns back."""
+    batch, tokens, heads, width = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype)
+    LIBRARY.rows_rotary(
+        _low(x), x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), y.data_ptr(), batch, tokens, heads, width,
+        cosine.shape[-1], *x.stride()[:3], 0 if len(cosine) == 1 else cosine.stride(0), sign,
+    )  # fmt: skip
+    return y
+
+
+def square_sum(grad: Tensor) -> float:
+    """The sum of squares, in fp64 beyond 2,048 elements."""
+    return float(LIBRARY.rows_square_sum(_low(grad), grad.data_ptr(), grad.numel()))
+
+
+def adamw(
+    weight: Tensor,
+    copy: Tensor | None,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    *,
+    scale: float,
+    betas: tuple[float, float],
+    eps: float,
+    rate: float,
+    root: float,
+    keep: float,
+) -> None:
+    """One update of fp32 ``weight`` and its moments in place; ``copy`` takes the weight rounded to bf16."""
+    LIBRARY.rows_adamw(
+        _low(grad), weight.data_ptr(), pointer(copy), grad.data_ptr(), mean.data_ptr(), square.data_ptr(),
+        weight.numel(), scale, *betas, eps, rate, root, keep,
+    )  # fmt: skip
+
+
+def _low(tensor: Tensor) -> int:
+    return int(tensor.dtype is torch.bfloat16)
+
+
+def _check() -> str | None:
+    """The kernels against PyTorch on sizes that are no multiple of a vector."""
+    made = torch.Generator().manual_seed(0)
+    for rows, d in ((5, 7), (67, 100), (3, 64)):
+        x, g, w, b = (torch.randn(*shape, generator=made) for shape in ((rows, d), (rows, d), (d,), (d,)))
+        leaf = x.clone().requires_grad_()
+        for centred, normed in ((True, F.layer_norm(leaf, (d,), w, b)), (False, F.rms_norm(leaf, (d,), w, 1e-5))):
+            _, y, mean, rstd = norm_forward(x, None, w, b if centred else None, 1e-5, centred)
+            (expected,) = torch.autograd.grad(normed, leaf, g)
+            found, _, _ = norm_backward(g, None, x, w, mean, rstd, centred, centred)
+            if not (torch.allclose(y, normed, atol=1e-5) and torch.allclose(found, expected, atol=1e-4)):
+                return f"norm of {d}"
+        pairs = {"gelu": F.gelu(leaf), "gelu_tanh": F.gelu(leaf, approximate="tanh"), "silu": F.silu(leaf)}
+        pairs |= {"relu": leaf.relu(), "tanh": leaf.tanh()}
+        for name, y in pairs.items():
+            (expected,) = torch.autograd.grad(y, leaf, g)
+            found = ActivationGradients(name, g.clone(), x, None, None, None, again=True)
+            if not (torch.allclose(found.y, y, atol=1e-5) and torch.allclose(found.x, expected, atol=1e-5)):  # type: ignore[arg-type]
+                return f"activation {name}"
+        targets = torch.randint(0, d, (rows,), generator=made)
+        expected_losses = F.cross_entropy(x, targets, reduction="none")
+        if not torch.allclose(
+            scores_loss(x.clone(), None, targets, None, None, 0.0, 0.0, True), expected_losses, atol=1e-5
+        ):
+            return "cross-entropy"
+        if not torch.allclose(row_sum(x), x.sum(0), atol=1e-5):
+            return "sum over rows"
+    return None
+
+
+LIBRARY = Library(
+    __name__,
+    [Path(__file__).with_name(name) for name in
+     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h")],
+    {
+        "rows_norm": [_I, *[_P] * 8, _L, _L, _F, _I],
+        "rows_norm_backward": [_I, *[_P] * 10, _L, _L, _I],
+        "rows_activation": [_I, _I, *[_P] * 5, _L, _L],
+        "rows_activation_backward": [_I, _I, *[_P] * 11, _L, _L],
+        "rows_sum": [_I, _P, _P, _P, _L, _L],
+        "rows_cross_entropy": [*[_P] * 5, _L, _L, _F, _F, _F, _I],
+        "rows_adamw": [_I, *[_P] * 5, _L, *[_F] * 7],
+        "rows_square_sum": [_I, _P, _L],
+        "rows_rotary": [_I, *[_P] * 4, *[_L] * 9, _F],
+    },
+    _check,
+    returns={"rows_square_sum": c_double},
+)  # fmt: skip
