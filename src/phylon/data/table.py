@@ -5,7 +5,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,11 +40,12 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
 
     ``columns`` names the columns of a TSV or CSV file without a heading; left out, the first line is the heading. A TSV
     cell is what stands between two tabs, quotes included; CSV cells may be quoted (RFC 4180). Blank lines are passed
-    over.
+    over. ``format`` says what a file of another name is.
     """
 
     path: str
     columns: tuple[str, ...] | None = None
+    format: Literal["tsv", "csv", "jsonl"] | None = None
 
     def __post_init__(self) -> None:
         if self.columns is not None and (not self.columns or len(set(self.columns)) < len(self.columns)):
@@ -55,9 +56,11 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
     @property
     def suffix(self) -> str:
         """The kind of table, by the name of its file."""
+        if self.format is not None:
+            return f".{self.format}"
         suffix = Path(self.path.removesuffix(".gz")).suffix.lower()
         if suffix not in KINDS:
-            raise UserError(f"cannot tell what kind of table '{self.path}' is; give {', '.join(KINDS)}, or their .gz")
+            raise UserError(f"cannot tell what kind of table '{self.path}' is; name its format, or give {', '.join(KINDS)}")
         return suffix
 
     def records(self) -> Iterator[Record]:
