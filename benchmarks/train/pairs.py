@@ -87,7 +87,13 @@ def main() -> None:
             time.sleep(0.02)
         round_ += 1
     first = workers[arguments.names[0]]
-    record = {"size": arguments.size, "dtype": arguments.dtype, "rounds": round_ - 1, "label": arguments.label, "cells": {}}
+    record = {
+        "size": arguments.size,
+        "dtype": arguments.dtype,
+        "rounds": round_ - 1,
+        "label": arguments.label,
+        "cells": {},
+    }
     for name, one in workers.items():
         ratios = sorted(a / b for a, b in zip(one.times, first.times, strict=True))
         low, _, high = quantiles(ratios, n=4) if len(ratios) > 2 else (ratios[0], 0, ratios[-1])

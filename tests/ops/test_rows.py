@@ -303,7 +303,9 @@ def test_adamw_is_pytorchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
 
     def run(kernel: bool) -> tuple[list[float], dict[str, Tensor]]:
         monkeypatch.setattr(AdamWOptimizer, "_native", lambda self: kernel)
-        params = {f"p{i}": nn.Parameter(drawn(*s, seed=i, dtype=dtype)) for i, s in enumerate([(7, 9), (70,), (130, 33)])}
+        params = {
+            f"p{i}": nn.Parameter(drawn(*s, seed=i, dtype=dtype)) for i, s in enumerate([(7, 9), (70,), (130, 33)])
+        }
         optimizer = AdamWOptimizer(AdamW(), params.items())
         norms = []
         for step in range(4):

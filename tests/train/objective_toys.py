@@ -1,5 +1,7 @@
 """A tiny run of every registered objective: what resuming, accumulation and the docs are tested on."""
 
+from task_toys import TASKS
+
 from phylon.train import recipe_from_toml
 
 TEXTS = [
@@ -80,9 +82,11 @@ TINY: dict[str, list[str]] = {
         SEQ2SEQ + DATA + '[objective]\nkind = "denoising"\ncorruption = "whole_text"\n',
     ],
 }
+TINY |= TASKS
 ALL = [(kind, number) for kind, tables in TINY.items() for number in range(len(tables))]
 
 
 def tiny(kind: str, number: int = 0):
-    """The recipe of a tiny run."""
-    return recipe_from_toml("schema = 1\n" + TINY[kind][number] + RUN)
+    """The recipe of a tiny run; in parts, unless the objective needs its batch whole."""
+    run = RUN.replace("accumulate = 2", "accumulate = 1") if kind == "contrastive" else RUN
+    return recipe_from_toml("schema = 1\n" + TINY[kind][number] + run)

@@ -70,7 +70,9 @@ def cross_entropy(
     log_probs = logits - log_z
     valid = targets != IGNORE
     picked = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    per_token = -(1 - label_smoothing) * picked - label_smoothing * log_probs.mean(-1)
+    per_token = -(1 - label_smoothing) * picked
+    if label_smoothing:  # the mean is infinite where scores are masked, and 0 times that is no number
+        per_token = per_token - label_smoothing * log_probs.mean(-1)
     per_token = (per_token + z_loss * log_z[:, 0].square()).masked_fill(~valid, 0)
     if weights is not None:
         weights = weights.flatten().to(per_token.dtype).masked_fill(~valid, 0)

@@ -14,6 +14,7 @@ from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
 from phylon.train.folder import check_free, claim, clear, is_run
+from phylon.train.final import with_epochs
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
 from phylon.train.pretrained import merged_copy
@@ -77,6 +78,7 @@ def train(
         watchers = tuple(callbacks) if world.first else ()
         prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
         loader, held_out, own_sample = prepared.feed
+        wanted = with_epochs(wanted, loader)
         trainer = Trainer(
             prepared.model,
             loader,
@@ -153,6 +155,7 @@ def _prepared(
 
 def _write(trainer: Trainer, model: Model, recipe: Recipe, out: Path) -> None:
     """The trained model, its adapter, the mean of its weights, the report."""
+    trainer.keep(model)
     model.eval()
     if trainer.ema is not None and trainer.ema.updates and trainer.parallel.kind != "fsdp":
         with trainer.ema.swapped():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from phylon.model import Model
 from phylon.ops import native
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.ceiling import ceiling_flops
@@ -16,8 +17,9 @@ from phylon.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
+from phylon.train.final import better, finish
 from phylon.train.gradients import Found, evaluating
-from phylon.train.metrics import Record
+from phylon.train.metrics import MetricsFile, Record
 from phylon.train.objectives.base import Batch
 from phylon.train.rng import random_state_kept
 from phylon.train.session import Session
@@ -281,7 +283,7 @@ class Trainer(Session):
             state.total, state.replan = self.world.from_first(lambda: self._plan())
             self._log({"kind": "plan", "step": state.step, "total": state.total})
         signal, over = self.world.most([float(stop.number or 0), float(self._out_of_time())])
-        if self._due(run.save_every) or signal:
+        if self._due(run.save_every) or signal or self._improved:
             self._save()
         if signal and state.step < state.total:
             raise Interrupted(
@@ -303,17 +305,29 @@ class Trainer(Session):
         if self._last.get("samples") != self.state.step:
             self._sample()
 
+    def keep(self, model: Model) -> None:
+        """Put the weights that the recipe keeps into ``model``, and measure them where they are not the last ones."""
+        said = finish(model, self.recipe, self.state.best, self.checkpoints)
+        if said is None or (self.state.best is not None and self.state.best.step == self.state.step):
+            return
+        self._say(said)
+        if self.held_out is None or model is not self.model:
+            return
+        found = self._measure()
+        self.metrics = MetricsFile(self.metrics.path)
+        self._log({"kind": "kept", "step": self.state.step, "what": said, **self._held(found)})
+        self.metrics.close()
+
     def _evaluate(self) -> None:
         """What the objective measures on the held-out examples; the mean of the weights, if there is one, as well."""
         if self.held_out is None:
             return
         started = time.perf_counter()
         found = self._measure()
-        self.held_out_loss = found["loss"]
-        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
-        record: Record = {"kind": "eval", "step": self.state.step, "loss": self.held_out_loss}
-        if self.held_out_metrics:
-            record["metrics"] = self.held_out_metrics
+        record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
+        if self.recipe.run.best is not None:
+            best = better(self.recipe.run.best, found, self.state.best, self.state.step)
+            self.state.best, self._improved = best or self.state.best, best is not None
         if self.ema is not None and self.ema.updates:
             with self.ema.swapped():
                 averaged = self._measure()
@@ -328,6 +342,12 @@ class Trainer(Session):
         assert self.held_out is not None
         with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
             return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
+
+    def _held(self, found: dict[str, float]) -> Record:
+        """Remember an evaluation; what the log says of it."""
+        self.held_out_loss = found["loss"]
+        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
+        return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""

@@ -35,7 +35,9 @@ class Native:
         device = call.x.device.type
         if call.x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             return "under autocast it takes inputs that are cast"
-        if call.x.dtype == torch.float32 and any(t is not None and t.dtype != torch.float32 for t in (w.up, w.down, w.gate)):
+        if call.x.dtype == torch.float32 and any(
+            t is not None and t.dtype != torch.float32 for t in (w.up, w.down, w.gate)
+        ):
             return "weights are narrower than x"
         return rows.refusal(call.x, w.up, w.down, w.gate)
 
