@@ -2,6 +2,7 @@
 
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, Record, Source
+from phylon.data.draws import Draws
 from phylon.data.loader import (
     Batches,
     BatchOrder,
@@ -14,6 +15,7 @@ from phylon.data.loader import (
     stack,
 )
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
+from phylon.data.sentences import sentences
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
 from phylon.data.split import Part, split_documents
 from phylon.data.tokens import Tokenizer, TokenStore, tokenise
@@ -24,6 +26,7 @@ __all__ = [
     "Batches",
     "DataSource",
     "Document",
+    "Draws",
     "Example",
     "Examples",
     "JsonLines",
@@ -45,6 +48,7 @@ __all__ = [
     "next_token_targets",
     "open_source",
     "pack_documents",
+    "sentences",
     "split_documents",
     "stack",
     "tokenise",

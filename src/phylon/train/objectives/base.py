@@ -176,6 +176,23 @@ def n_targets(targets: Tensor) -> int:
     return int((targets != IGNORE).sum())
 
 
+def right(guesses: Tensor, targets: Tensor) -> Loss:
+    """How many guesses are right, of how many, for ``Objective.measure``; -100 is not asked."""
+    asked = targets != IGNORE
+    return Loss(((guesses == targets) & asked).sum(), asked.sum())
+
+
+def need_tokens(tokenizer: Tokenizer, what: str, *names: str) -> None:
+    """Refuse a vocabulary without these special tokens, by BERT's and T5's names of their roles."""
+    ids = {"[MASK]": tokenizer.mask_id, "[CLS]": tokenizer.cls_id, "[SEP]": tokenizer.sep_id}
+    ids |= {"[PAD]": tokenizer.pad_id, "<pad>": tokenizer.pad_id, "</s>": next(iter(tokenizer.eos_ids), None)}
+    if lacking := [name for name in names if ids[name] is None]:
+        raise UserError(
+            f"{what} needs {', '.join(names)}, and this vocabulary has no {', '.join(lacking)}: load one that has, or "
+            'train one on the data with data.tokenizer = { kind = "wordpiece" } (or unigram, bpe)'
+        )
+
+
 def need_decoder(spec: ModelSpec, what: str) -> None:
     """Refuse a model that has no decoder, or reads a source."""
     if spec.decoder is None or spec.encoder is not None:
