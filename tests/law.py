@@ -182,7 +182,7 @@ def routes() -> Iterator[tuple[str, str, Route, tuple[int, ...], bool]]:
     yield "batch", "batch", batched, (*EVEN, 13), False
     yield "history", "history", after_others, RAGGED, False
     yield "positions", "positions", given_positions, EVEN, False
-    for name in dispatch.backends:
+    for name in (name for name, backend in dispatch.backends.items() if backend.available() is None):
         yield "backends", f"{name}-alone", forced(name, alone), EVEN, False
         yield "backends", f"{name}-padded", forced(name, left_padded), RAGGED, False
         yield "backends", f"{name}-chunks", forced(name, chunked((4, 1, 1, 7))), EVEN, True

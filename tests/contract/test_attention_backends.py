@@ -37,7 +37,7 @@ from phylon.patterns import (
 )
 
 BACKENDS: dict[str, Backend[AttentionCall]] = {n: b for n, b in dispatch.backends.items() if n != "reference"}
-BACKENDS["online, small tiles"] = Online(block_q=32, block_k=40, scores=32 * 40 * 2)
+BACKENDS["online, small tiles"] = Online(blocks=((32, 40),), scores=32 * 40 * 2)
 SIZES = [(1, 1), (7, 7), (63, 63), (100, 100), (129, 129), (5, 40), (40, 33)]
 
 

@@ -5,7 +5,7 @@ weights of every tile once more from the log-sum-exp of its rows. Tiles that the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from phylon.ops.attention.call import AttentionCall
-from phylon.ops.attention.plan import FULL, TilePlan, tile_plan
+from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
 from phylon.ops.random import keep_mask
+
+_BLOCKS = ((256, 512), (128, 256), (128, 128), (64, 64))
+_STEP = 40_000
+"""What a step costs besides its scores, in scores: some ten operations of a few microseconds each."""
 
 
 class Online:
     """Any device, dtype and pattern, in at least fp32, forward and backward; memory O(T + S).
 
-    ``block_q`` queries and ``block_k`` keys are a tile; heads share a step while all their scores are ``scores``
-    numbers at most, which should fit a CPU's cache.
+    A tile is the one of ``blocks`` (queries, keys) with which the pattern costs least: large tiles take fewer steps,
+    and small ones compute less in vain. Heads share a step while all their scores are ``scores`` numbers at most, which
+    should fit a CPU's cache.
     """
 
     name = "online"
 
-    def __init__(self, block_q: int = 256, block_k: int = 512, scores: int = 2**19) -> None:
-        self.block_q, self.block_k, self.scores = block_q, block_k, scores
+    def __init__(self, blocks: Sequence[tuple[int, int]] = _BLOCKS, scores: int = 2**19) -> None:
+        self.blocks, self.scores = tuple(blocks), scores
 
     def available(self) -> str | None:
         return None
@@ -45,10 +50,24 @@ class Online:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        plan = tile_plan(call, self.block_q, self.block_k)
+        plan = tile_plan(call, *self._choose(call))
         return _Attention.apply(
             call.q, call.k, call.v, call.sink, call, plan, self.scores, *parameters(call.bias).values()
         )
+
+    def _choose(self, call: AttentionCall) -> tuple[int, int]:
+        t, s = call.q.shape[1], call.k.shape[1]
+        largest = self.blocks[0]
+        if len(self.blocks) == 1 or t * s <= largest[0] * largest[1]:
+            return largest
+        rows = max((side.batch for side in (call.query, call.key) if side is not None), default=1)
+        sharing = call.q.shape[0] * call.q.shape[2] // (rows * call.pattern.heads)
+
+        def cost(block: tuple[int, int]) -> int:
+            kept, size = count_tiles(call, *block), sharing * min(block[0], t) * min(block[1], s)
+            return kept * (size + _STEP * -(-size // self.scores))
+
+        return min(self.blocks, key=cost)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from phylon.ops.attention.call import AttentionCall
 from phylon.patterns import Causal, Full, Window
 
 _LARGEST_MASK = 2**22
-"""Pairs; beyond, tiles are faster as well (``benchmarks/README.md``)."""
+"""Pairs, on a CPU: beyond, tiles are faster as well (``benchmarks/attention``); a GPU has the memory for more."""
 
 
 class Sdpa:
@@ -30,7 +30,8 @@ class Sdpa:
             return "scores and weights are not visible"
         if 0 in call.q.shape or 0 in call.k.shape:
             return "an empty dimension"
-        if call.q.shape[1] * call.k.shape[1] > _LARGEST_MASK and _plain_flag(call) is None:
+        limit = _LARGEST_MASK * (1 if call.q.device.type == "cpu" else 64)
+        if call.q.shape[1] * call.k.shape[1] > limit and _plain_flag(call) is None:
             return f"its mask of {call.q.shape[1]} x {call.k.shape[1]} would be dense"
         return None
 
