@@ -68,7 +68,9 @@ def train(
         again = shlex.join(["phylon", "train", str(out / "recipe.toml"), "--out", str(out), "--resume"])
         raise Interrupted(f"{stopped}; go on with: {again}", stopped.exit_code - 128) from None
     note(f"model: {out / 'model'}, report: {out / 'report.html'}")
-    note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {_quoted(result.tokenizer, prompt or [])}")
+    if result.tokenizer is not None and result.model.decoder is not None:
+        shown = _quoted(result.tokenizer, prompt or [])
+        note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {shown}")
 
 
 def _sampler(prompts: list[str]) -> Any:
