@@ -99,7 +99,7 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
 
     def _open(self) -> Any:
         try:
-            import datasets
+            import datasets  # pyrefly: ignore[missing-import]
         except ImportError:
             raise UserError(
                 f"reading '{self.path}' needs the package datasets: pip install datasets; or export it to Parquet or "
