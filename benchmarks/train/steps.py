@@ -38,7 +38,7 @@ def tokens(size: str, rows: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _ours(style: str, size: str, bf16: bool) -> Step:
-    from phylon.train.objective import NextToken
+    from phylon.train.objectives import NextToken
 
     from phylon.families import build
     from phylon.families.decoder import llama_spec
@@ -54,18 +54,22 @@ def _ours(style: str, size: str, bf16: bool) -> Step:
 
 
 def our_step(model, optimizer, objective, data: tuple[Tensor, Tensor], bf16: bool) -> Step:
+    from phylon.train.objectives.base import divisor
+
     ids, targets = data
     batch = {"tokens": ids, "segments": torch.ones_like(ids), "targets": targets}
 
     def step() -> float:
+        counts = objective.counts(batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss, _ = objective.training_loss(model, batch, batch)
-        loss.sum.backward()
+            losses = objective.losses(model, batch)
+            total = objective.summed(losses, counts)
+        total.backward()
         optimizer.collect()
-        count = int(loss.count)
+        count = divisor(counts)
         optimizer.norm(count)
         optimizer.step(3e-4, 1 / count)
-        return float(loss.sum) / count
+        return float(total.detach()) / count
 
     return step
 

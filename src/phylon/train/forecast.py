@@ -10,9 +10,9 @@ from phylon.data import Source
 from phylon.model import Model, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
-from phylon.train.memory import RowCost, free_bytes, in_words, row_cost
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
 from phylon.train.pretrained import apply_tune, start_tokenizer

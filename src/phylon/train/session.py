@@ -29,6 +29,7 @@ from phylon.train.checkpoint import (
 from phylon.train.ema import Ema
 from phylon.train.gradients import Gradients
 from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.memory import keep_freed_memory
 from phylon.train.metrics import MetricsFile, NoMetrics, Record
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
@@ -62,6 +63,8 @@ class Session:
         self._threads_before = torch.get_num_threads()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self.loader, self.recipe = model, loader, recipe
         self.callbacks = callbacks if world.first else ()
         self.objective = recipe.objective

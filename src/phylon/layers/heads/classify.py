@@ -172,7 +172,7 @@ class MaskedLMModule(Part):
         return self.proj(self.transform(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
-        targets, weights, smoothing = Targets.of(targets)
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
@@ -184,6 +184,7 @@ class MaskedLMModule(Part):
             bias=self.proj.bias,
             label_smoothing=smoothing,
             weights=weights,
+            z_loss=z_loss,
         )
 
 
