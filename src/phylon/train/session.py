@@ -124,17 +124,20 @@ class Session:
             self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
             self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
 
-    def whole_model(self) -> Model:
-        """The trained model on this process; with shards a new one that holds all of them (every process must ask)."""
-        if self.parallel.kind != "fsdp":
-            return self.model
-        whole = self.parallel.whole(model_tensors(self.model))
-        model = build_model(self.model.spec, dtype=self.model.dtype, device=self.device)
-        model.tokenizer, model.generation, model.family = (
-            self.model.tokenizer,
-            self.model.generation,
-            self.model.family,
-        )
+    def whole_model(self, *, averaged: bool = False) -> Model:
+        """The trained model on this process; every process must ask.
+
+        A new one where its weights are in shards, or where the mean of the weights is asked for.
+        """
+        mine = self.model
+        if self.parallel.kind != "fsdp" and not averaged:
+            return mine
+        whole = self.parallel.whole(model_tensors(mine))
+        if averaged:
+            assert self.ema is not None
+            whole |= self.parallel.whole(self.ema.means)
+        model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
+        model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
