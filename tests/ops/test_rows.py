@@ -139,7 +139,7 @@ def test_linears(dtype: torch.dtype, biased: bool) -> None:
 
 def test_linears_gradcheck() -> None:
     x, w, v, b = (drawn(*s, seed=i).double().requires_grad_() for i, s in enumerate([(4, 3), (2, 3), (5, 3), (2,)]))
-    run = lambda x, w, v, b: linear.linears(x, (w, v), (b, None), backend="joined")  # noqa: E731
+    run = lambda x, w, v, b: linear.linears(x, (w, v), (b, None), backend="joined")
     assert torch.autograd.gradcheck(run, (x, w, v, b))
 
 
