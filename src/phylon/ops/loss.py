@@ -135,16 +135,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         grads, ctx.grads = ctx.grads, None
         if grads is None:  # a second backward pass through a graph that was kept
-            _, grads = _sum_and_gradients(*ctx.saved_tensors, ctx.options, ctx.needs)
+            hidden_ND, weight_VD, bias_V, targets_N, weights_N = ctx.saved_tensors
+            _, grads = _sum_and_gradients(hidden_ND, weight_VD, bias_V, targets_N, weights_N, ctx.options, ctx.needs)
         made = tuple(_scaled(grad, grad_outputs[0], dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
         return (*made, None, None, None)
 
 
 def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``grad * factor`` rounded once. The factor stays wide: 1 / count in bf16 would scale every gradient of the model."""
+    """``grad * factor``, rounded once. The factor stays wide: 1 / count in bf16 would scale all gradients."""
     if grad is None:
         return None
     if factor.device.type == "cpu" and float(factor) == 1:

@@ -35,7 +35,9 @@ class Native:
         device = call.x.device.type
         if call.x.dtype == torch.float32 and torch.is_autocast_enabled(device):
             return "under autocast it takes inputs that are cast"
-        if call.x.dtype == torch.float32 and any(t is not None and t.dtype != torch.float32 for t in (w.up, w.down, w.gate)):
+        if call.x.dtype == torch.float32 and any(
+            t is not None and t.dtype != torch.float32 for t in (w.up, w.down, w.gate)
+        ):
             return "weights are narrower than x"
         return rows.refusal(call.x, w.up, w.down, w.gate)
 
@@ -104,7 +106,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         sent_MD, gates_Nk, up, down, gate, up_MF, out_MD, gate_MF = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.dtype
         sent_MD, up_MF, out_MD = (operand(t, dtype) for t in (sent_MD, up_MF, out_MD))

@@ -59,7 +59,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, up, up_bias, down, gate, gate_bias, before_NF, gate_NF = ctx.saved_tensors
         dtype, grad = ctx.dtype, grads[0].contiguous()
         g = operand(grad, dtype)
