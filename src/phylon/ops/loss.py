@@ -204,7 +204,7 @@ def _sum_and_gradients(
 
 
 def _chunk_rows(shape: torch.Size, width: int, low: bool) -> int:
-    """Tokens of a chunk: the scores should stay in a cache; the gradient of the weights is read and written once a chunk."""
+    """Tokens of a chunk: its scores should stay in a cache, but every chunk reads and writes the weights' gradient."""
     n, d = shape
     at_once = min(_CHUNK_BYTES, max(_CACHE_BYTES, 2 * n * d * width))
     # Where products are made below fp32, a chunk exists a second and a third time in half the width.
