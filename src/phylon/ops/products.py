@@ -38,8 +38,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as a factor of a product in ``dtype``: widened where the machine has no units for that."""
     return x.to(torch.float32 if dtype is torch.bfloat16 and widened(x) else dtype)
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a b`` of two operands (``operand``), as ``dtype``."""
-    return torch.mm(a, b).to(dtype)
