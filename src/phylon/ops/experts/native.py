@@ -106,7 +106,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         sent_MD, gates_Nk, up, down, gate, up_MF, out_MD, gate_MF = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.dtype
         sent_MD, up_MF, out_MD = (operand(t, dtype) for t in (sent_MD, up_MF, out_MD))
