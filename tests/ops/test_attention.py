@@ -15,7 +15,7 @@ from phylon.ops.random import keep_mask
 from phylon.patterns import Causal, Document, Full, Pattern, Records, SymmetricWindow, Window
 from phylon.spec import UserError
 
-BACKENDS = sorted(dispatch.backends)
+BACKENDS = sorted(name for name, backend in dispatch.backends.items() if backend.available() is None)
 FAST = [name for name in BACKENDS if name != "reference"]
 
 

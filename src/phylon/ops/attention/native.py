@@ -46,7 +46,7 @@ class Native:
             return f"it computes float32 and bfloat16, not {str(call.q.dtype).removeprefix('torch.')}"
         if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
             return "an empty dimension"
-        if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias) and not _is_few(call):
+        if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias):
             return f"the score bias {type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
