@@ -57,7 +57,9 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def made(t: int, s: int, *, h: int = 4, k: int = 2, e: int = 12, ev: int = 20, b: int = 2, **more: Any) -> AttentionCall:
+def made(
+    t: int, s: int, *, h: int = 4, k: int = 2, e: int = 12, ev: int = 20, b: int = 2, **more: Any
+) -> AttentionCall:
     generator = torch.Generator().manual_seed(t * 1000 + s)
     shapes = ((b, t, h, e), (b, s, k, e), (b, s, k, ev))
     q, k_, v = (2 * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -130,11 +132,15 @@ def test_documents_and_padding(name: str) -> None:
     """Two packed rows, one padded on the left: masks, and biases from the positions that are given."""
     lengths = ([0] * 20 + [1] * 50 + [2] * 60, [1] * 100 + [2] * 7 + [0] * 23)
     segments = torch.tensor(lengths)
-    positions = torch.stack([torch.cat([torch.arange(int((row == x).sum())) for x in row.unique_consecutive()]) for row in segments])
+    positions = torch.stack(
+        [torch.cat([torch.arange(int((row == x).sum())) for x in row.unique_consecutive()]) for row in segments]
+    )
     records = Records(positions, segments)
     call = made(130, 130, pattern=Causal(), query=records, key=records, **feature(name))
     compare(call, name)
-    poisoned = replace(call, **{n: getattr(call, n).masked_fill((segments == 0)[..., None, None], torch.nan) for n in "qkv"})
+    poisoned = replace(
+        call, **{n: getattr(call, n).masked_fill((segments == 0)[..., None, None], torch.nan) for n in "qkv"}
+    )
     for clean, dirty in zip(both_ways(call, torch.float32), both_ways(poisoned, torch.float32), strict=True):
         assert torch.equal(clean, dirty)
 
@@ -163,7 +169,9 @@ def test_any_strides() -> None:
     plain = attention(*(x.contiguous() for x in swapped), pattern=Causal(), backend="native")
     assert torch.equal(out, plain)
     for ours, theirs in zip(
-        torch.autograd.grad(out.square().sum(), swapped), torch.autograd.grad(plain.square().sum(), swapped), strict=True
+        torch.autograd.grad(out.square().sum(), swapped),
+        torch.autograd.grad(plain.square().sum(), swapped),
+        strict=True,
     ):
         assert torch.equal(ours, theirs)
     last = torch.randn(2, 16, 4, 70).permute(0, 3, 2, 1)
@@ -171,7 +179,9 @@ def test_any_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [{"h": 1, "k": 1, "b": 1}, {"h": 4, "k": 1, "b": 1}, {"h": 3, "k": 3, "b": 1}, {"b": 3}])
+@pytest.mark.parametrize(
+    "shape", [{"h": 1, "k": 1, "b": 1}, {"h": 4, "k": 1, "b": 1}, {"h": 3, "k": 3, "b": 1}, {"b": 3}]
+)
 @pytest.mark.parametrize("name", ["plain", "all"])
 def test_threads_and_repetition_move_no_bit(dtype: torch.dtype, shape: dict[str, int], name: str) -> None:
     """Few heads are split otherwise than many, and the sums must not notice."""

@@ -1,7 +1,9 @@
 """From texts to training batches: sources, tokenising once, packing into rows, and a deterministic, resumable order."""
 
+from phylon.data.columns import HFDataset, Parquet
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, Record, Source
+from phylon.data.draws import Draws
 from phylon.data.loader import (
     Batches,
     BatchOrder,
@@ -13,7 +15,9 @@ from phylon.data.loader import (
     next_token_targets,
     stack,
 )
+from phylon.data.mixture import Mixture, PythonFunctions, Task
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
+from phylon.data.sentences import sentences
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
 from phylon.data.split import Part, split_documents
 from phylon.data.tokens import Tokenizer, TokenStore, tokenise
@@ -24,17 +28,23 @@ __all__ = [
     "Batches",
     "DataSource",
     "Document",
+    "Draws",
     "Example",
     "Examples",
+    "HFDataset",
     "JsonLines",
     "Loader",
+    "Mixture",
     "PackedDocuments",
     "PackedRows",
+    "Parquet",
     "Part",
     "PythonCorpus",
+    "PythonFunctions",
     "Record",
     "Row",
     "Source",
+    "Task",
     "TextFile",
     "TextFolder",
     "Texts",
@@ -45,6 +55,7 @@ __all__ = [
     "next_token_targets",
     "open_source",
     "pack_documents",
+    "sentences",
     "split_documents",
     "stack",
     "tokenise",

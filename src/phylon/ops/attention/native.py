@@ -236,5 +236,7 @@ def _checked() -> str | None:
 
 _SOURCES = ("native.cpp", "backward.h", "few.h", "forward.h", "scores.h", "layout.h", "tile.h")
 _CALL = [ctypes.c_char_p, ctypes.c_int64]
-_FUNCTIONS = {name: _CALL for name in ("attention_forward", "attention_backward", "attention_few")}
-LIBRARY = Library("phylon.ops.attention.native", [Path(__file__).with_name(name) for name in _SOURCES], _FUNCTIONS, _checked)
+_FUNCTIONS = dict.fromkeys(("attention_forward", "attention_backward", "attention_few"), _CALL)
+LIBRARY = Library(
+    "phylon.ops.attention.native", [Path(__file__).with_name(name) for name in _SOURCES], _FUNCTIONS, _checked
+)

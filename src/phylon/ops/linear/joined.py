@@ -74,7 +74,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, *weights = ctx.saved_tensors
         count = len(weights)
         need_x, need_w, need_b = (
