@@ -1,4 +1,4 @@
-"""The C++ kernel against the reference in fp64: every feature, awkward sizes, any number of threads, what it refuses."""
+"""The C++ kernel against the reference in fp64: features, awkward sizes, any number of threads, what it refuses."""
 
 from collections.abc import Iterator
 from dataclasses import replace
