@@ -307,11 +307,12 @@ def _compare(kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict
 
 LIBRARY = Library(
     __name__,
-    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h")],
+    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h")],
     {
         "scan_starts": [c_int64] * 4,
         "scan_forward": [POINTER(_Scan), POINTER(_Strided), c_void_p, c_void_p],
         "scan_backward": [POINTER(_Scan), POINTER(_ScanGradients)],
+        "mamba_step": [c_void_p],
         "conv_forward": [POINTER(_Conv), POINTER(_Strided), POINTER(_Strided)],
         "conv_backward": [POINTER(_Conv), POINTER(_ConvGradients)],
     },
