@@ -17,14 +17,19 @@ FEW_ROWS = 32
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 
 
+def is_few(x: Tensor) -> bool:
+    """Whether ``x`` (..., K) has so few rows that asking for a backend costs more than it could gain."""
+    return x.numel() < FEW_ROWS * x.shape[-1]
+
+
 def refusal(x: Tensor, weights: tuple[Tensor, ...]) -> str | None:
     """Why maps of ``x`` by ``weights`` are better left to PyTorch, or must be."""
+    if is_few(x):
+        return f"fewer than {FEW_ROWS} rows"
     if x.device.type != "cpu":
         return f"it runs on the CPU, not on {x.device.type}"
     if torch.compiler.is_compiling():
         return "torch.compile does it itself"
-    if x.numel() < FEW_ROWS * x.shape[-1]:
-        return f"fewer than {FEW_ROWS} rows"
     dtype = compute_dtype(x)
     for tensor in (x, *weights):
         if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
