@@ -44,7 +44,7 @@ def test_the_report_is_one_self_contained_page(tmp_path):
         assert word in page
     for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         drawn(svg)
-    assert len(re.findall(r"<svg", page)) == 2
+    assert len(re.findall(r"<svg", page)) == 4  # loss, rate, gradient norm, speed
 
 
 def test_a_run_without_steps_or_samples_has_a_page_too(tmp_path):

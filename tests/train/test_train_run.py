@@ -1,6 +1,7 @@
 """``phylon.train`` from recipe to folder: the toy's fall, small own runs, resuming, and bad input."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -244,30 +245,43 @@ train(recipe_from_toml(open(sys.argv[1]).read()), out=sys.argv[2], resume=begun,
 
 
 @pytest.mark.slow
-def test_kill_9_loses_nothing_that_was_saved(tmp_path):
-    text = SMALL.replace("steps = 12", "steps = 400\nsave_every = 20\nthreads = 1")
+def test_kill_9_at_random_moments_loses_nothing_that_was_saved(tmp_path):
+    """With everything a run can remember: dropout, accumulation, a mean of the weights, a window of losses."""
+    run = "steps = 400\nsave_every = 20\nthreads = 1\nema = 0.99\naccumulate = 2\non_spike = { kind = 'roll_back' }"
+    text = SMALL.replace("steps = 12", run)
+    text = text.replace("[data]", 'set = { "decoder.blocks.*.attn.dropout" = 0.1 }\n[data]')
     (tmp_path / "recipe.toml").write_text(text)
     source = str(Path(__file__).resolve().parents[2] / "src")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "recipe.toml"), str(tmp_path / "killed")]
+    log, moments = tmp_path / "killed" / "metrics.jsonl", random.Random(7)
 
     def start():
         return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": source}, stderr=subprocess.PIPE)
 
     kills = 0
-    for wanted in (40, 160, 300):
+    for wanted in (10, 60, 120, 200, 300):
         child = start()
-        while child.poll() is None:
-            last = latest_checkpoint(tmp_path / "killed" / "checkpoints")
-            if last is not None and int(last.name.removeprefix("step-")) >= wanted:
-                child.kill()
-                kills += 1
+        while child.poll() is None and len(losses(tmp_path / "killed") if log.exists() else ()) < wanted:
             time.sleep(0.01)
+        time.sleep(moments.random() * 0.5)  # in a step, in a checkpoint, between two files of it
+        if child.poll() is None:
+            child.kill()
+            kills += 1
+        child.wait()
     child = start()
     assert child.wait() == 0, child.stderr.read().decode()
-    assert kills >= 2
+    assert kills >= 3
     threads = torch.get_num_threads()
     try:
         whole = train(recipe_from_toml(text), out=tmp_path / "whole", device="cpu")
     finally:
         torch.set_num_threads(threads)
-    assert losses(tmp_path / "killed") == losses(whole.out)
+    timing = {"seconds", "tokens_per_s", "flops_per_s", "utilisation", "ceiling_flops_per_s"}
+    logs = [
+        [{k: v for k, v in r.items() if k not in timing} for r in read_metrics(out / "metrics.jsonl")]
+        for out in (tmp_path / "killed", whole.out)
+    ]
+    assert logs[0] == logs[1]
+    for name in ("model", "optimizer", "ema", "random"):
+        files = [latest_checkpoint(out / "checkpoints") / f"{name}.safetensors" for out in (log.parent, whole.out)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name

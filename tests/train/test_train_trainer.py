@@ -272,7 +272,9 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path):
 def test_a_short_plan_keeps_a_short_warmup_and_as_many_samples(tmp_path, monkeypatch):
     """A slow machine takes a few of the steps asked for: the schedule is all there, and so are the samples."""
     monkeypatch.setattr("phylon.train.trainer.time", SlowingClock())
-    recipe = toy_recipe(steps=3000, max_minutes=10, sample_every=600, save_every=1500, keep=9, threads=1)
+    recipe = toy_recipe(
+        steps=3000, max_minutes=10, sample_every=600, save_every=1500, keep=9, threads=1, watch_every=None
+    )
     recipe = recipe.replace(schedule=WarmupCosine(warmup=200, min_ratio=0.0))
     trainer = Trainer(toy_model(), ToyLoader(), recipe, tmp_path, sample=lambda model: ["text"])
     trainer.run()

@@ -11,7 +11,6 @@ from phylon.cli.interrupts import check
 
 
 def train(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the log, checkpoints, model and report.")],
     recipe: Annotated[
         str | None,
         typer.Argument(
@@ -23,6 +22,9 @@ def train(
     start: Annotated[
         str | None,
         typer.Option("--from", metavar="MODEL", help="Go on from trained weights: a folder, a .gguf file, a name."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for the log, checkpoints, model and report.")
     ] = None,
     assignments: Annotated[
         list[str] | None,
@@ -39,19 +41,33 @@ def train(
             metavar="TEXT", help="What the samples go on from; repeatable.", show_default="'def ', else the first token"
         ),
     ] = None,
+    only_estimate: Annotated[
+        bool, typer.Option("--estimate", help="Say what the run needs in memory and time, and do not begin it.")
+    ] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write DIR/tensorboard too (pip install 'phylon[tensorboard]').")
+    ] = False,
     device: Device = "auto",
 ) -> None:
     """Train a model as a recipe says, or go on training. Ctrl-C saves and leaves."""
     from phylon.spec.errors import UserError
     from phylon.spec.override import parse_assignment
-    from phylon.train import Interrupted, ProgressLine
+    from phylon.train import Interrupted, ProgressLine, TensorBoard
     from phylon.train import train as run
 
     if recipe is None and start is None:
         raise UserError("name a recipe (demo, tinygpt or a TOML file), or a model to go on from with --from")
-    samples = _sampler(prompt or [])
     overrides = ({} if start is None else {"model.from": start}) | dict(map(parse_assignment, assignments or []))
     check()
+    if only_estimate:
+        from phylon.train import estimate, load_recipe
+
+        print(estimate(load_recipe(recipe or "finetune", overrides), device=device).page())
+        return
+    if out is None:
+        raise UserError("give --out DIR, the folder for the log, checkpoints, model and report")
+    samples = _sampler(prompt or [])
+    watchers = [ProgressLine(), samples, *([TensorBoard(out / "tensorboard")] if tensorboard else [])]
     try:
         result = run(
             recipe or "finetune",
@@ -61,7 +77,7 @@ def train(
             fresh=fresh,
             allow_changes=allow_changes,
             sample=samples.take,
-            callbacks=[ProgressLine(), samples],
+            callbacks=watchers,
             device=device,
         )
     except Interrupted as stopped:

@@ -60,7 +60,9 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
             return f".{self.format}"
         suffix = Path(self.path.removesuffix(".gz")).suffix.lower()
         if suffix not in KINDS:
-            raise UserError(f"cannot tell what kind of table '{self.path}' is; name its format, or give {', '.join(KINDS)}")
+            raise UserError(
+                f"cannot tell what kind of table '{self.path}' is; name its format, or give {', '.join(KINDS)}"
+            )
         return suffix
 
     def records(self) -> Iterator[Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -272,6 +273,11 @@ class Tokenizer:
         """
         extra = self.special_tokens() | extra
         return self._template.spans(messages, **extra)
+
+    def fingerprint(self) -> str:
+        """A hash of everything that says which ids a text becomes: equal fingerprints are equal ids."""
+        about = json.dumps([self.backend.to_str(), self.bos_id, self.eos_ids, self.pad_id, self.unk_id])
+        return hashlib.blake2b(about.encode(), digest_size=16).hexdigest()
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes ``tokenizer.json`` and ``tokenizer_config.json``, each whole or not at all.

@@ -4,6 +4,7 @@ from phylon.spec.package import make_callable
 from phylon.train.adafactor import Adafactor
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import RunState, latest_checkpoint
+from phylon.train.forecast import Estimate, estimate
 from phylon.train.metrics import read_metrics
 from phylon.train.muon import Muon
 from phylon.train.objectives import NextToken, Objective
@@ -23,6 +24,8 @@ from phylon.train.report import write_report
 from phylon.train.run import TrainResult, train
 from phylon.train.schedule import WSD, Constant, InverseSqrt, Linear, WarmupCosine
 from phylon.train.signals import Interrupted
+from phylon.train.spikes import RollBack, SkipBatch
+from phylon.train.tensorboard import TensorBoard
 from phylon.train.trainer import Trainer
 from phylon.train.vocabulary import BPE, Characters, Loaded, Unigram, WordPiece
 
@@ -35,6 +38,7 @@ __all__ = [
     "Characters",
     "Constant",
     "DataRecipe",
+    "Estimate",
     "Interrupted",
     "InverseSqrt",
     "Linear",
@@ -44,8 +48,11 @@ __all__ = [
     "Objective",
     "ProgressLine",
     "Recipe",
+    "RollBack",
     "RunRecipe",
     "RunState",
+    "SkipBatch",
+    "TensorBoard",
     "TrainResult",
     "Trainer",
     "TuneRecipe",
@@ -53,6 +60,7 @@ __all__ = [
     "WarmupCosine",
     "WordPiece",
     "builtin_recipes",
+    "estimate",
     "latest_checkpoint",
     "load_recipe",
     "read_metrics",

@@ -1,5 +1,8 @@
 """Adafactor: second moments of matrices kept as a row and a column."""
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -40,6 +43,18 @@ class Adafactor(Mechanism, Optimizer, frozen=True, kw_only=True):
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"clip must be above 0 (leave it out for no clipping), got {self.clip}")
 
+    def state_bytes(self, parameters: Mapping[str, Tensor]) -> int:
+        shapes = [shape for p in parameters.values() for shape in kept_shapes(p).values()]
+        return 4 * sum(math.prod(shape) for shape in shapes)
+
+
+def kept_shapes(parameter: Tensor) -> dict[str, tuple[int, ...]]:
+    """What is kept of a parameter, with shapes."""
+    shape = tuple(parameter.shape)
+    if parameter.ndim < 2:
+        return {"step": (), "sq": shape}
+    return {"step": (), "row": shape[:-1], "col": (*shape[:-2], shape[-1])}
+
 
 class AdafactorOptimizer(Updates):
     """Runs ``Adafactor``; the state of a matrix (n, m) is ``row`` (n), ``col`` (m) and ``step``, else ``sq``."""
@@ -49,10 +64,7 @@ class AdafactorOptimizer(Updates):
         self.spec = spec
 
     def state_shapes(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        shape = tuple(parameter.shape)
-        if parameter.ndim < 2:
-            return {"step": (), "sq": shape}
-        return {"step": (), "row": shape[:-1], "col": (*shape[:-2], shape[-1])}
+        return kept_shapes(parameter)
 
     def update(self, lr: float) -> None:
         spec = self.spec

@@ -1,7 +1,8 @@
 """Complete checkpoints of a run: written beside and renamed, pruned, found again, and put back bit for bit.
 
-``checkpoints/step-00000020/`` holds ``model.safetensors``, ``optimizer.safetensors`` (moments and masters),
-``random.safetensors`` (PyTorch's generators) and ``state.json`` (everything else); ``latest`` names the newest.
+``checkpoints/step-00000020/`` (``step-00000020-r1`` after one roll-back) holds ``model.safetensors``,
+``optimizer.safetensors`` (moments and masters), ``random.safetensors`` (PyTorch's generators), ``ema.safetensors`` (the
+mean of the weights, where one is kept) and ``state.json`` (everything else); ``latest`` names the newest.
 """
 
 import os
@@ -18,6 +19,8 @@ from phylon.checkpoint import open_safetensors, write_safetensors
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.rng import RandomState
+from phylon.train.scaling import LossScale
+from phylon.train.spikes import SpikeState
 
 FORMAT = 1
 PREFIX = "step-"
@@ -33,8 +36,8 @@ class Best(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a run is. ``total``: planned updates; ``replan``: when to measure next; ``seconds``: time spent training.
 
-    ``limit``: the seconds that a timed run may take in all. ``best``: the best evaluation, by ``run.best``; a
-    checkpoint of that step is kept.
+    ``limit``: the seconds that a timed run may take in all.
+    ``best``: the best evaluation, by ``run.best``; a checkpoint of that step is kept.
     ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
     """
 
@@ -47,6 +50,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skipped: int = 0
     skipped_in_row: int = 0
     best: Best | None = None
+    spikes: SpikeState = msgspec.field(default_factory=SpikeState)
+    loss_scale: LossScale | None = None
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -60,19 +65,31 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     metrics_bytes: int
     python_random: list[Any]
     numpy_random: list[Any]
+    others_random: list[tuple[list[Any], list[Any]]] = []
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
-    """A checkpoint in memory: its manifest and its tensors."""
+    """A checkpoint in memory: its manifest and its tensors. ``random`` holds ``cpu``, and ``1:cpu`` of process 1."""
 
     manifest: Manifest
     model: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     random: dict[str, Tensor]
+    ema: dict[str, Tensor] = {}
 
-    @property
-    def random_state(self) -> RandomState:
-        return RandomState(self.random, self.manifest.python_random, self.manifest.numpy_random)
+    def random_state(self, rank: int = 0) -> RandomState | None:
+        """The generators of one process; ``None`` where there were fewer processes."""
+        found = self.manifest
+        if rank == 0:
+            own = {name: value for name, value in self.random.items() if not name[0].isdigit()}
+            return RandomState(own, found.python_random, found.numpy_random)
+        if rank > len(found.others_random):
+            return None
+        own = {n.partition(":")[2]: value for n, value in self.random.items() if n.startswith(f"{rank}:")}
+        return RandomState(own, *found.others_random[rank - 1])
+
+
+PARTS = ("model", "optimizer", "random", "ema")
 
 
 def model_tensors(model: Model) -> dict[str, Tensor]:
@@ -84,29 +101,38 @@ def model_tensors(model: Model) -> dict[str, Tensor]:
 
 def load_model_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
     """Put the tensors of ``model_tensors`` back; names and shapes must agree exactly."""
+    check_model_tensors(model, tensors)
+    with torch.no_grad():
+        for name, target in model_tensors(model).items():
+            target.copy_(tensors[name])
+
+
+def check_model_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Refuse tensors of another model."""
     wanted = model_tensors(model)
     odd = sorted(wanted.keys() ^ tensors.keys()) or [n for n in wanted if wanted[n].shape != tensors[n].shape]
     if odd:
         raise UserError(f"the checkpoint is of another model: they differ in '{odd[0]}'; use the run's own recipe")
-    with torch.no_grad():
-        for name, target in wanted.items():
-            target.copy_(tensors[name])
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune to the newest ``keep``
-    and the best.
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int = 0) -> Path:
+    """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune.
+
+    The newest ``keep`` stay, and always the newest good one: written when no step had just been skipped, at least
+    ``margin`` steps before this one; and the best one. Those of later steps, which a roll-back has given up, go.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
-    target = folder / f"{PREFIX}{checkpoint.manifest.run.step:08d}"
+    run = checkpoint.manifest.run
+    target = folder / (f"{PREFIX}{run.step:08d}" + (f"-r{run.spikes.rollbacks}" if run.spikes.rollbacks else ""))
     beside = target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
         try:
-            for name in ("model", "optimizer", "random"):
-                write_safetensors(beside / f"{name}.safetensors", getattr(checkpoint, name))
+            for name in PARTS:
+                if name != "ema" or checkpoint.ema:
+                    write_safetensors(beside / f"{name}.safetensors", getattr(checkpoint, name))
             _write_synced(beside / "state.json", msgspec.json.format(msgspec.json.encode(checkpoint.manifest)))
             _sync_folder(beside)
             if target.exists():
@@ -117,7 +143,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int) -> Path:
             shutil.rmtree(beside, ignore_errors=True)
         _sync_folder(folder)
         _point_at(folder, target.name)
-        _prune(folder, keep, checkpoint.manifest.run.best)
+        _prune(folder, target, keep, margin, run.best)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -137,17 +163,37 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint below ``folder``, oldest first."""
-    return sorted(path for path in folder.glob(f"{PREFIX}*") if (path / "state.json").is_file())
+    """Every checkpoint below ``folder``, oldest first; of one step, those after a roll-back later."""
+    return sorted((path for path in folder.glob(f"{PREFIX}*") if (path / "state.json").is_file()), key=_order)
 
 
 def step_of(path: Path) -> int:
     """The step at which a checkpoint was written, from its name."""
-    return int(path.name.removeprefix(PREFIX))
+    return _order(path)[0]
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; a file that is missing or damaged is named."""
+def last_good(folder: Path, step: int) -> Path | None:
+    """The newest checkpoint of step ``step`` or before that was written when all went well."""
+    for path in reversed(checkpoints(folder)):
+        if step_of(path) <= step and _is_good(path):
+            return path
+    return None
+
+
+def _order(path: Path) -> tuple[int, int]:
+    step, _, revision = path.name.removeprefix(PREFIX).partition("-r")
+    return (int(step), int(revision or 0)) if step.isdigit() and (revision or "0").isdigit() else (-1, 0)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        return read_manifest(path).run.skipped_in_row == 0
+    except UserError:
+        return False
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The ``state.json`` of a checkpoint."""
     try:
         manifest = msgspec.json.decode((path / "state.json").read_bytes(), type=Manifest)
     except OSError as error:
@@ -156,8 +202,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise UserError(f"{path / 'state.json'} is damaged ({error}); remove {path} to use an older one") from None
     if manifest.format != FORMAT:
         raise UserError(f"{path} has the format {manifest.format}; this release reads {FORMAT}")
+    return manifest
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Read a checkpoint; a file that is missing or damaged is named."""
+    manifest = read_manifest(path)
     parts: dict[str, dict[str, Tensor]] = {}
-    for name in ("model", "optimizer", "random"):
+    for name in PARTS:
+        if name == "ema" and not (path / "ema.safetensors").exists():
+            continue
         source = open_safetensors(path / f"{name}.safetensors")
         parts[name] = {key: source.read(key).clone() for key in source.tensors}
     return Checkpoint(manifest=manifest, **parts)
@@ -176,11 +230,16 @@ def _point_at(folder: Path, name: str) -> None:
     _sync_folder(folder)
 
 
-def _prune(folder: Path, keep: int, best: Best | None) -> None:
-    """Remove all but the newest ``keep`` and the best, and what a killed process left half-written."""
-    spare = [path for path in checkpoints(folder)[:-keep] if best is None or step_of(path) != best.step]
-    for old in [*spare, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
-        shutil.rmtree(old, ignore_errors=True)
+def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None) -> None:
+    """Remove what need not be kept, and what a killed process left half-written."""
+    found = checkpoints(folder)
+    later = [path for path in found if step_of(path) > step_of(new)]
+    rest = [path for path in found if path not in later]
+    good = last_good(folder, step_of(new) - margin)
+    kept = -1 if best is None else best.step
+    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept]
+    for path in [*later, *old, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_synced(path: Path, content: bytes) -> None:

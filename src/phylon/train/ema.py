@@ -1,6 +1,6 @@
 """An exponential mean of the weights, kept in fp32 beside them. Polyak and Juditsky (1992)."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ class Ema:
     The shorter memory of the first updates keeps the drawn weights out of the mean.
     """
 
-    def __init__(self, decay: float, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, decay: float, parameters: Mapping[str, Tensor]) -> None:
         self.decay, self.parameters, self.updates = decay, parameters, 0
         self.means = {name: p.detach().float().clone() for name, p in parameters.items()}
 

@@ -11,7 +11,17 @@ from phylon.spec.errors import UserError, system_reason
 from phylon.train.report import write_text
 
 MARKER = ".phylon-run"
-NAMES = ("recipe.toml", "metrics.jsonl", "report.html", "checkpoints", "tokenizer", "model", "adapter")
+NAMES = (
+    "recipe.toml",
+    "metrics.jsonl",
+    "report.html",
+    "checkpoints",
+    "tokenizer",
+    "model",
+    "model_ema",
+    "adapter",
+    "tensorboard",
+)
 TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/
 
 

@@ -4,17 +4,20 @@ import importlib.metadata
 import os
 import platform
 import sys
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
+from phylon.ops import native
 from phylon.spec.errors import UserError
+from phylon.train.world import World
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
-def environment(device: torch.device, precision: Precision) -> dict[str, str]:
+def environment(device: torch.device, precision: Precision, world: World | None = None) -> dict[str, str]:
     """Everything that must stay the same for a resumed run to continue bit for bit, by name."""
+    world = world or World()
     return {
         "phylon": _version("phylon"),
         "python": platform.python_version(),
@@ -24,7 +27,10 @@ def environment(device: torch.device, precision: Precision) -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cpu kernels": torch.backends.cpu.get_cpu_capability(),
+        "native kernels": ", ".join(native.names()) or "none",
+        "compiled": "no",
         "threads": str(torch.get_num_threads()),
+        "processes": str(world.size),
         "device": str(device) if device.type != "cuda" else torch.cuda.get_device_name(device),
         "precision": precision,
     }
@@ -44,9 +50,11 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def resolve_precision(wanted: str, device: torch.device) -> Precision:
-    """ "auto" is bf16 where the machine multiplies it in hardware, else fp32."""
+    """ "auto" is bf16 where the machine multiplies it in hardware, else fp32; fp16 needs a GPU."""
+    if wanted == "fp16" and device.type == "cpu":
+        raise UserError("run.precision fp16 needs a GPU, and this run is on the CPU; choose bf16, fp32 or auto")
     if wanted != "auto":
-        return "bf16" if wanted == "bf16" else "fp32"
+        return cast(Precision, wanted)
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     if device.type == "cpu" and sys.platform == "linux":

@@ -13,12 +13,12 @@ Record = dict[str, Any]
 
 
 class MetricsFile:
-    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "skipped", "plan", "resumed", "end", "kept".
+    """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "watch", "skipped", "rolled_back", "plan",
+    "resumed", "kept", "end".
 
     A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
     (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "end" holds the ``seconds`` in
-    all, with the evaluation, the samples and the checkpoint that follow the last step. "kept": ``what`` weights are
-    the model's where they are not the last ones, and what was measured with them.
+    all, with the evaluation, the samples and the checkpoint that follow the last step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,6 +49,24 @@ class MetricsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+class NoMetrics:
+    """The log of a process that keeps none: the first one does."""
+
+    path = Path("metrics.jsonl")
+
+    def write(self, record: Record) -> None:
+        pass
+
+    def sync(self) -> int:
+        return 0
+
+    def cut(self, length: int) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
 
 
 def read_metrics(path: Path) -> Iterator[Record]:

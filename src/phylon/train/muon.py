@@ -1,5 +1,7 @@
 """Muon: the momentum of a hidden matrix, made orthogonal; everything else by AdamW."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,18 @@ class Muon(Mechanism, Optimizer, frozen=True, kw_only=True):
             raise UserError(f"momentum must be at least 0 and below 1, got {self.momentum}")
         self.rest()
 
+    def state_bytes(self, parameters: Mapping[str, Tensor]) -> int:
+        hidden = sum(p.numel() for name, p in parameters.items() if is_hidden(name, p))
+        return 8 * sum(p.numel() for p in parameters.values()) - 4 * hidden
+
     def rest(self) -> AdamW:
         """What the other parameters are trained with."""
         return AdamW(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay, clip=self.clip)
+
+
+def is_hidden(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is one of Muon's: an fp32 matrix inside a block."""
+    return parameter.ndim == 2 and ".blocks." in name and parameter.dtype == torch.float32
 
 
 class MuonOptimizer:
@@ -42,7 +53,7 @@ class MuonOptimizer:
         if not hasattr(torch.optim, "Muon"):
             raise UserError(f"muon needs PyTorch 2.9 or newer, and this is {torch.__version__}; choose adamw")
         named = [(name, p) for name, p in parameters if p.requires_grad]
-        hidden = {name for name, p in named if p.ndim == 2 and ".blocks." in name and p.dtype == torch.float32}
+        hidden = {name for name, p in named if is_hidden(name, p)}
         if not hidden:
             raise UserError("muon trains the fp32 matrices of blocks, and this model trains none; choose adamw")
         self.matrices = {name: p for name, p in named if name in hidden}

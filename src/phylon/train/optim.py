@@ -1,6 +1,6 @@
 """AdamW with decay groups by role, fp32 master weights, and a flat, named state."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,10 @@ class Optimizer(Slot):
     def clip(self) -> float | None:
         """The largest global gradient norm; ``None`` for no clipping."""
         raise NotImplementedError
+
+    def state_bytes(self, parameters: Mapping[str, Tensor]) -> int:
+        """Bytes that the state of these trained parameters takes: two moments in fp32."""
+        return 8 * sum(p.numel() for p in parameters.values())
 
 
 class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):

@@ -1,24 +1,37 @@
 """A model over several processes by PyTorch's own engines: DDP (weights everywhere), FSDP2 (weights in shards, a block
 at a time). The rest of the trainer sees plain local tensors, and whole ones in checkpoints."""
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model
 from phylon.model.block import BlockModule
+from phylon.spec.errors import UserError
+from phylon.train.checkpoint import check_model_tensors, model_tensors
 from phylon.train.world import World
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+# The engines are imported where they are used: they take longer to import than all the rest of PyTorch.
 Kind = Literal["ddp", "fsdp"]
+
+
+def check_parallel(recipe: Any) -> None:
+    """Refuse what shards of matrices cannot be trained by: these optimizers need them whole."""
+    if recipe.run.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        kind = type(recipe.optim).__name__
+        if kind in ("Adafactor", "Muon"):
+            raise UserError(
+                f"{kind.lower()} needs whole matrices, and fsdp keeps shards; set run.parallel=ddp or adamw"
+            )
 
 
 class Parallel:
@@ -32,17 +45,28 @@ class Parallel:
         self.model, self.world = model, world
         self.kind = kind if world.size > 1 else None
         self.called: Any = model
-        self._ddp: DistributedDataParallel | None = None
+        self._ddp: Any = None
+        self._shards: dict[str, DTensor] = {}
+        self._local: dict[str, nn.Parameter] = {}
         if self.kind == "ddp":
+            from torch.nn.parallel import DistributedDataParallel
+
             # What an objective does not use (a head that has no targets) takes no gradient, and must not be waited for.
             self._ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
             self.called = _Through(self._ddp, model)
         elif self.kind == "fsdp":
-            mesh = init_device_mesh(model.device.type, (world.size,))
-            for block in [m for m in model.modules() if isinstance(m, BlockModule)]:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-        self._shards = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+            self._shard()
+
+    def _shard(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        model = self.model
+        mesh = init_device_mesh(model.device.type, (self.world.size,))
+        for block in [m for m in model.modules() if isinstance(m, BlockModule)]:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self._shards = dict(model.named_parameters())  # type: ignore[arg-type]
         self._local = {
             name: nn.Parameter(p.to_local(), requires_grad=p.requires_grad) for name, p in self._shards.items()
         }
@@ -52,14 +76,14 @@ class Parallel:
         return {name: self._local.get(name, p) for name, p in self.model.named_parameters()}
 
     @contextmanager
-    def part(self, last: bool) -> Generator[None]:
-        """Around the forward and backward pass of one part of a batch; gradients are exchanged after the last."""
-        if self._ddp is not None and not last:
+    def part(self, exchange: bool) -> Generator[None]:
+        """Around the forward and backward pass of one part of a batch, whose gradients are exchanged now or later."""
+        if self._ddp is not None and not exchange:
             with self._ddp.no_sync():
                 yield
             return
         if self.kind == "fsdp":
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            self.model.set_requires_gradient_sync(exchange)  # type: ignore[operator]
         yield
 
     def take_gradients(self) -> None:
@@ -80,6 +104,15 @@ class Parallel:
         """The reverse of ``whole``: this process's part of each."""
         return {name: self._own(name, tensor) for name, tensor in tensors.items()}
 
+    def load_model(self, tensors: dict[str, Tensor]) -> None:
+        """Put the whole tensors of a checkpoint into the model, each process its own part."""
+        check_model_tensors(self.model, tensors)
+        own = self.own(tensors)
+        with torch.no_grad():
+            for name, target in model_tensors(self.model).items():
+                shard = self._shards.get(name)
+                (target if shard is None else shard.to_local()).copy_(own[name])
+
     def sum_loads(self) -> None:
         """Add up what the routers counted, before their biases are moved."""
         if self.world.size > 1:
@@ -87,15 +120,19 @@ class Parallel:
                 if isinstance(module, GroupedSigmoidRouterModule) and module.load is not None:
                     dist.all_reduce(module.load)
 
-    def _shard_of(self, name: str) -> DTensor | None:
+    def _shard_of(self, name: str) -> "DTensor | None":
         return self._shards.get(name, self._shards.get(name.partition(".")[2]))
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            return tensor.full_tensor()
         shard = self._shard_of(name)
-        if shard is None or tensor.shape != shard.to_local().shape or not tensor.ndim:
+        if shard is None:
             return tensor
+        if tensor.shape == shard.shape and hasattr(tensor, "full_tensor"):
+            return tensor.full_tensor()  # type: ignore[operator]
+        if tensor.shape != shard.to_local().shape or not tensor.ndim:
+            return tensor
+        from torch.distributed.tensor import DTensor
+
         placed = DTensor.from_local(
             tensor, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )
@@ -105,6 +142,8 @@ class Parallel:
         shard = self._shard_of(name)
         if shard is None or tensor.shape != shard.shape:
             return tensor
+        from torch.distributed.tensor import distribute_tensor
+
         return distribute_tensor(tensor.to(shard.device), shard.device_mesh, shard.placements).to_local()
 
 

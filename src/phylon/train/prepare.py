@@ -8,8 +8,9 @@ from phylon.data import DataSource, Document, PythonCorpus, Record, Source
 from phylon.model import Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
-from phylon.train.machine import check_threads
+from phylon.train.machine import check_threads, resolve_precision
 from phylon.train.objectives.base import Feed, Material, Say
+from phylon.train.parallel import check_parallel
 from phylon.train.pretrained import apply_tune, check_tune, load_start, start_tokenizer
 from phylon.train.recipe import DataRecipe, Recipe, model_family, model_spec
 from phylon.train.vocabulary import Loaded
@@ -30,8 +31,9 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
 
     The vocabulary is not known yet, so sizes that depend on it are checked again later.
     """
-    resolve_device(device)
+    resolve_precision(recipe.run.precision, resolve_device(device))
     check_threads(recipe.run.threads)
+    check_parallel(recipe)
     spec = model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)
     check_tune(build_meta(spec), recipe.tune)
     recipe.objective.check(recipe, spec)
@@ -42,18 +44,27 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
 
 
 def prepare(
-    recipe: Recipe, out: Path, source: Source, device: str, say: Say, made: Callable[[Tokenizer], None], *, resume: bool
+    recipe: Recipe,
+    out: Path,
+    source: Source,
+    device: str,
+    say: Say,
+    made: Callable[[Tokenizer], None],
+    *,
+    resume: bool,
+    kept: bool,
 ) -> Prepared:
     """Make the tokenizer (kept in ``out/tokenizer``), the batches (kept in ``out/data``), build the model.
 
-    ``made`` sees the tokenizer before the data are tokenised. ``resume`` takes the one that the run already has.
+    ``made`` sees the tokenizer before the data are tokenised. ``kept``: the run's folder has it already. A resumed
+    model is not begun again.
     """
     objective = recipe.objective
     training, held = objective.split(source, recipe.data.held_out)
     tokenizer = None
     if objective.reads_text:
         folder = out / "tokenizer"
-        tokenizer = load_tokenizer(folder) if resume else _tokenizer(recipe, training, folder, say)
+        tokenizer = load_tokenizer(folder) if kept else _tokenizer(recipe, training, folder, say)
         made(tokenizer)
     spec = model_spec(recipe, None if tokenizer is None else tokenizer.vocab_size)
     if tokenizer is not None:

@@ -23,6 +23,7 @@ from phylon.spec.serial import SCHEMA, check_schema, parse_toml
 from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW, Optimizer
 from phylon.train.schedule import Schedule, WarmupCosine
+from phylon.train.spikes import SpikePolicy
 from phylon.train.vocabulary import BPE, Vocabulary
 
 USUAL_KINDS = {"objective": "next_token", "optim": "adamw", "schedule": "warmup_cosine"}
@@ -74,13 +75,17 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     ``steps``: updates; with ``max_minutes`` the run measures its speed and takes as many of them as fit, so that the
     schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below shrink with them.
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
-    weights, "auto" is bf16 where the machine computes it in hardware. ``eval_every``, ``sample_every`` and
-    ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds the held-out rows of one evaluation;
-    ``epochs``: passes over the data, which say how many ``steps`` there are, with an evaluation after each unless
-    ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy", "bleu", "loss", …) by which the
-    best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of so many last checkpoints.
-    ``keep``: checkpoints kept. ``threads``: CPU threads (``None``: as PyTorch chooses; with ``max_minutes`` all or one,
-    whichever is measured to be faster at the start).
+    weights, "fp16" the same with a scaled loss (GPUs), "auto" is bf16 where the machine computes it in hardware.
+    ``eval_every``, ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds
+    the held-out rows of one evaluation. ``epochs``: passes over the data, which say how many ``steps`` there are, with
+    an evaluation after each unless ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy",
+    "bleu", "loss", …) by which the best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of
+    so many last checkpoints. ``keep``: checkpoints kept, besides the last good one and the best. ``watch_every``: steps
+    between looks into the model ("watch" in the log). ``on_spike``: what to do when the loss jumps. ``ema``: the decay
+    of a running mean of the weights, which is evaluated and saved beside them. ``recompute`` = "blocks" keeps less for
+    the backward pass and computes it again; ``compile`` = "blocks" uses ``torch.compile``. ``parallel``: how several
+    processes (``torchrun``) share the work: "ddp", or "fsdp" with the weights in shards. ``threads``: CPU threads
+    (``None``: as PyTorch chooses; with ``max_minutes`` all or one, whichever is measured to be faster at the start).
     """
 
     steps: int = 1000
@@ -89,7 +94,7 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     batch_size: int = 8
     accumulate: int = 1
     seed: int = 0
-    precision: Literal["fp32", "bf16", "auto"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "auto"] = "fp32"
     eval_every: int | None = None
     eval_rows: int | None = None
     sample_every: int | None = None
@@ -97,17 +102,25 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     keep: int = 2
     best: str | None = None
     average: int | None = None
+    watch_every: int | None = 100
+    on_spike: SpikePolicy | None = None
+    ema: float | None = None
+    recompute: Literal["off", "blocks"] = "off"
+    compile: Literal["off", "blocks"] = "off"
+    parallel: Literal["ddp", "fsdp"] = "ddp"
     threads: int | None = None
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate", "keep", "threads")
-        _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every")
+        _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every", "watch_every")
         _at_least(self, 1, "epochs", "average")
         _at_least(self, 0, "seed")
         if self.best is not None and self.average is not None:
             raise UserError("run.best keeps the best weights and run.average the mean of the last; choose one")
         if self.epochs is not None and self.max_minutes is not None:
             raise UserError("run.epochs says how long a run is, and so does run.max_minutes; choose one")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UserError(f"ema is the decay of the mean, above 0 and below 1, for example 0.999; got {self.ema}")
         if self.accumulate > self.batch_size:
             raise UserError(f"accumulate {self.accumulate} is more parts than the batch has rows ({self.batch_size})")
         if self.max_minutes is not None and not self.max_minutes > 0:

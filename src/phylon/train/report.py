@@ -13,6 +13,7 @@ from phylon.data.documents import kind_of
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.chart import Line, line_chart, smooth
+from phylon.train.diagnosis import charts, tiles
 from phylon.train.metrics import Record, read_metrics
 from phylon.train.recipe import Recipe, recipe_to_toml
 
@@ -28,6 +29,7 @@ def write_report(out: Path, recipe: Recipe, model: Model, environment: Mapping[s
 
 def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, environment: Mapping[str, str]) -> str:
     """The page of a run called ``name`` with the log ``records``."""
+    records = _as_it_counted(records)
     steps, evals, samples = (_of_kind(records, kind) for kind in ("step", "eval", "samples"))
     n_params = sum(p.numel() for p in model.parameters())
     body = [
@@ -37,6 +39,10 @@ def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, 
         _section("Final samples", "".join(f'<div class="card"><pre>{escape(t)}</pre></div>' for t in _final(samples))),
         _section("Samples while it learned", _earlier(samples)),
         _section("Learning rate", f'<div class="card">{_rate_chart(steps)}</div>' if steps else ""),
+        *(
+            _section(title, f'<p class="about">{escape(about)}</p><div class="card">{svg}</div>' if svg else "")
+            for title, about, svg in charts(records)
+        ),
         _section("Held-out loss", _table((str(r["step"]), f"{r['loss']:.4f}") for r in evals), fold=True),
         _section("What went wrong on the way", _events(records)),
         _section("Recipe", f'<div class="card"><pre>{escape(recipe_to_toml(recipe))}</pre></div>'),
@@ -78,6 +84,23 @@ def _of_kind(records: list[Record], kind: str) -> list[Record]:
     return [record for record in records if record["kind"] == kind]
 
 
+def _as_it_counted(records: list[Record]) -> list[Record]:
+    """The log without the steps that a roll-back has undone."""
+    kept: list[Record] = []
+    for record in records:
+        if record["kind"] == "rolled_back":
+            kept = [r for r in kept if not _undone(r, record["to"])]
+        kept.append(record)
+    return kept
+
+
+def _undone(record: Record, to: int) -> bool:
+    """Whether going back to step ``to`` undoes what was logged: steps from there on, and looks at later weights."""
+    if record["kind"] in ("rolled_back", "skipped", "resumed"):
+        return False
+    return record["step"] >= to + (record["kind"] != "step")
+
+
 def _figures(records: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
     steps, evals, ends = (_of_kind(records, kind) for kind in ("step", "eval", "end"))
     yield f"{n_params:,}", "parameters"
@@ -93,6 +116,9 @@ def _figures(records: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
             yield f"{last['loss']:.4g}", "loss of the last step"
     if evals:
         yield f"{evals[-1]['loss']:.4g}", "held-out loss"
+        if "ema_loss" in evals[-1]:
+            yield f"{evals[-1]['ema_loss']:.4g}", "of the mean of the weights"
+    yield from tiles(records)
 
 
 def _loss_chart(steps: list[Record], evals: list[Record]) -> str:
@@ -101,6 +127,7 @@ def _loss_chart(steps: list[Record], evals: list[Record]) -> str:
         Line(raw, "raw"),
         Line(smooth(raw, len(raw) // 40), "train", "training"),
         Line([(r["step"], r["loss"]) for r in evals], "held", "held out", dots=True),
+        Line([(r["step"], r["ema_loss"]) for r in evals if "ema_loss" in r], "rate", "mean of weights", dots=True),
     ]
     drawn = [line for line in lines if line.points]
     return line_chart(drawn, height=320, x_label="step", title="Training and held-out loss by step")
@@ -127,13 +154,25 @@ def _earlier(samples: list[Record]) -> str:
 
 
 def _events(records: list[Record]) -> str:
-    rows = [
-        (f"step {r['step']}", f"skipped: {_what(r['tensors'])} was not finite")
-        for r in records
-        if r["kind"] == "skipped"
-    ]
-    rows += [(f"step {r['step']}", f"resumed: {'; '.join(r['changes'])}") for r in records if r["kind"] == "resumed"]
+    rows = [(f"step {r['step']}", _event(r)) for r in records if r["kind"] in ("skipped", "rolled_back", "resumed")]
     return _table(rows)
+
+
+def _event(record: Record) -> str:
+    if record["kind"] == "resumed":
+        return f"resumed: {'; '.join(record['changes'])}"
+    if record["kind"] == "rolled_back":
+        first, last = record["batches"]
+        return (
+            f"the loss {record['loss']:.4g} was {record['z_score']:.1f} deviations above the median: back to step "
+            f"{record['to']}, past batches {first} to {last}, at {record['slow']:g} of the rate until step "
+            f"{record['slow_until']}"
+        )
+    if "z_score" in record:
+        return f"skipped: the loss {record['loss']:.4g} was {record['z_score']:.1f} deviations above the median"
+    if "loss_scale" in record:
+        return f"skipped: fp16 overflowed, the loss scale is now {record['loss_scale']:g}"
+    return f"skipped: {_what(record['tensors'])} was not finite"
 
 
 def _what(tensors: list[str]) -> str:

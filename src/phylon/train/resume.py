@@ -9,7 +9,9 @@ from phylon.train.machine import changes
 from phylon.train.recipe import Recipe
 
 # What only says how often to look or to save, and may differ without changing what is learned.
-FREE = {"run.eval_every", "run.eval_rows", "run.sample_every", "run.save_every", "run.keep"}
+FREE = {"run.eval_every", "run.eval_rows", "run.sample_every", "run.save_every", "run.keep", "run.watch_every"}
+# Bit for bit the same either way.
+FREE |= {"run.recompute"}
 
 
 def recipe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

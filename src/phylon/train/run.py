@@ -15,10 +15,13 @@ from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
 from phylon.train.final import with_epochs
 from phylon.train.folder import check_free, claim, clear, is_run
-from phylon.train.prepare import check, prepare
+from phylon.train.forecast import check_fits
+from phylon.train.prepare import Prepared, check, prepare
+from phylon.train.pretrained import merged_copy
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
 from phylon.train.report import write_report, write_text
 from phylon.train.trainer import Trainer
+from phylon.train.world import World, join_world, leave_world
 
 
 @dataclass(kw_only=True)
@@ -66,45 +69,35 @@ def train(
     """
     wanted = _recipe(recipe, data, overrides or {})
     out = Path(out) if out is not None else Path("runs") / _name(recipe, wanted)
-    last = latest_checkpoint(out / "checkpoints") if resume else None
-    _check_folder(recipe, out, resume=resume, fresh=fresh)
-    source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
-
-    def say(message: str) -> None:
-        for callback in callbacks:
-            callback.said(message)
-
-    def made(tokenizer: Tokenizer) -> None:
-        for callback in callbacks:
-            callback.vocabulary(tokenizer)
-
-    if fresh:
-        clear(out)
-    if last is None:
-        claim(out)
-        say(f"no checkpoint in '{out}' yet: beginning again" if resume else f"training in '{out}'")
+    world, device = join_world(device)
     try:
-        prepared = prepare(wanted, out, source, device, say, made, resume=last is not None)
-    except UserError:
-        if not resume:
-            clear(out)
-        raise
-    model = prepared.model
-    say(_parameters(model))
-    loader, held_out, own_sample = prepared.feed
-    wanted = with_epochs(wanted, loader)
-    trainer = Trainer(model, loader, wanted, out, callbacks, held_out=held_out, sample=own_sample or sample)
-    if last is not None:
-        trainer.resume(last, allow_changes=allow_changes)
-    write_text(out / "recipe.toml", recipe_to_toml(wanted))
-    state = trainer.run()
-    trainer.finish()
-    model.eval()
-    if lora_tensors(model):
-        save_adapter(model, out / "adapter", replace=True)
-        merge_lora(model)
-    save_model(model, out / "model")
-    write_report(out, wanted, model, trainer.environment)
+        world.from_first(lambda: _check_folder(recipe, out, resume=resume, fresh=fresh))
+        last = world.from_first(lambda: latest_checkpoint(out / "checkpoints") if resume else None)
+        source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
+        world.from_first(lambda: check_fits(wanted, source, device, world))
+        watchers = tuple(callbacks) if world.first else ()
+        prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
+        loader, held_out, own_sample = prepared.feed
+        wanted = with_epochs(wanted, loader)
+        trainer = Trainer(
+            prepared.model,
+            loader,
+            wanted,
+            out,
+            watchers,
+            held_out=held_out,
+            sample=own_sample or sample,
+            world=world,
+        )
+        if last is not None:
+            trainer.resume(last, allow_changes=allow_changes)
+        if world.first:
+            write_text(out / "recipe.toml", recipe_to_toml(wanted))
+        state = trainer.run()
+        model = trainer.whole_model()
+        world.from_first(lambda: _write(trainer, model, wanted, out))
+    finally:
+        leave_world(world)
     return TrainResult(
         model=model,
         tokenizer=prepared.tokenizer,
@@ -117,6 +110,60 @@ def train(
         metrics=trainer.held_out_metrics,
         samples=trainer.samples,
     )
+
+
+def _prepared(
+    recipe: Recipe,
+    out: Path,
+    source: Source,
+    device: str,
+    watchers: Sequence[Callback],
+    world: World,
+    last: Path | None,
+    *,
+    resume: bool,
+    fresh: bool,
+) -> Prepared:
+    """Claim the folder and make what the trainer needs; the first process writes, the others read what it wrote."""
+
+    def say(message: str) -> None:
+        for watcher in watchers:
+            watcher.said(message)
+
+    def made(tokenizer: Tokenizer) -> None:
+        for watcher in watchers:
+            watcher.vocabulary(tokenizer)
+
+    def make(first: bool) -> Prepared:
+        if first and fresh:
+            clear(out)
+        if first and last is None:
+            claim(out)
+            say(f"no checkpoint in '{out}' yet: beginning again" if resume else f"training in '{out}'")
+        try:
+            kept = last is not None or not first
+            return prepare(recipe, out, source, device, say, made, resume=last is not None, kept=kept)
+        except UserError:
+            if first and not resume:
+                clear(out)
+            raise
+
+    prepared = world.one_after_the_other(make)
+    say(_parameters(prepared.model))
+    return prepared
+
+
+def _write(trainer: Trainer, model: Model, recipe: Recipe, out: Path) -> None:
+    """The trained model, its adapter, the mean of its weights, the report."""
+    model.eval()
+    if trainer.ema is not None and trainer.ema.updates and trainer.parallel.kind != "fsdp":
+        with trainer.ema.swapped():
+            save_model(merged_copy(model, recipe.tune.lora), out / "model_ema")
+    if lora_tensors(model):
+        save_adapter(model, out / "adapter", replace=True)
+        merge_lora(model)
+    save_model(model, out / "model")
+    write_report(out, recipe, model, trainer.environment)
 
 
 def _parameters(model: Model) -> str:

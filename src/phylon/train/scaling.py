@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: small gradients are lifted into its range. Micikevicius et al. (arXiv:1710.03740), section 3.2."""
+"""Loss scaling for fp16, which lifts small gradients into its range. Micikevicius et al. (arXiv:1710.03740), §3.2."""
 
 import msgspec
 

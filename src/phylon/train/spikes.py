@@ -1,8 +1,8 @@
 """Loss spikes: how one is recognised, and what a recipe does about it.
 
 A loss is a spike when it lies ``threshold`` robust standard deviations above the median of the last ``window`` good
-ones; ``1.4826 MAD`` (the median of the distances to the median) stands for the deviation, at least 1 % of the median, so
-that a calm run does not take noise for one.
+ones. ``1.4826 MAD`` (the median of the distances to the median) stands for the deviation, at least 1 % of the median:
+a calm run does not take noise for one.
 """
 
 from statistics import median
@@ -43,10 +43,10 @@ class SkipBatch(Mechanism, SpikePolicy, frozen=True, kw_only=True):
 class RollBack(Mechanism, SpikePolicy, frozen=True, kw_only=True):
     """Back to the last good checkpoint, past the data since then, more slowly for a while.
 
-    PaLM (arXiv:2204.02311), section 5.1: restart from a checkpoint before the spike (there about 100 steps) and skip the
-    batches seen before and during it. The checkpoint must be ``margin`` steps old, since weights are spoiled before the
-    loss shows it; the learning rate is multiplied by ``slow`` for the next ``slow_steps`` updates; after ``most`` times
-    the run stops. Where no checkpoint is old enough yet, the batch is skipped.
+    PaLM (arXiv:2204.02311), section 5.1: restart from a checkpoint before the spike (there about 100 steps) and skip
+    the batches seen before and during it. The checkpoint must be ``margin`` steps old, since weights are spoiled before
+    the loss shows it; the learning rate is multiplied by ``slow`` for the next ``slow_steps`` updates; after ``most``
+    times the run stops. Where no checkpoint is old enough yet, the batch is skipped.
     """
 
     window: int = 64
@@ -68,12 +68,14 @@ class RollBack(Mechanism, SpikePolicy, frozen=True, kw_only=True):
 class SpikeState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a run remembers: the last good losses, batches passed over, and until which step it goes slowly.
 
-    The batch of step s is number ``s + passed``.
+    ``good_until``: the step it went back to last, whose checkpoint needs no ``margin`` to be trusted. The batch of step
+    s is number ``s + passed``.
     """
 
     losses: list[float] = []
     passed: int = 0
     rollbacks: int = 0
+    good_until: int = 0
     slow_until: int = 0
 
     def accept(self, loss: float, policy: SpikePolicy) -> None:

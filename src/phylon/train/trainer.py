@@ -1,212 +1,194 @@
-"""The training loop: token-exact accumulation, clipping, skipped bad gradients, evaluation, complete checkpoints."""
+"""The training loop: steps, skipped and rolled-back ones, evaluation, complete checkpoints."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from phylon.data import Batches
-from phylon.model import Model
-from phylon.spec import to_data
+from phylon.ops import native
 from phylon.spec.errors import UserError, system_reason
-from phylon.spec.registry import build
-from phylon.train.budget import FIRST_PLAN, TimeBudget
-from phylon.train.callbacks import Callback
+from phylon.train.ceiling import ceiling_flops
 from phylon.train.checkpoint import (
-    Checkpoint,
-    Manifest,
     RunState,
+    last_good,
+    latest_checkpoint,
     load_checkpoint,
-    load_model_tensors,
-    model_tensors,
-    save_checkpoint,
 )
-from phylon.train.final import better, finish
-from phylon.train.machine import check_threads, environment, resolve_precision
-from phylon.train.metrics import MetricsFile, Record
-from phylon.train.objectives.base import Batch, divisor
-from phylon.train.recipe import Recipe
-from phylon.train.resume import check_continuation
-from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
+from phylon.train.final import better, kept_weights
+from phylon.train.gradients import Found, evaluating
+from phylon.train.metrics import Record
+from phylon.train.objectives.base import Batch
+from phylon.train.rng import random_state_kept
+from phylon.train.session import Session
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
+from phylon.train.spikes import RollBack
 from phylon.train.threads import faster_threads
+from phylon.train.watch import training_flops_per_token
+from phylon.train.world import lost_peer
 
 MAX_SKIPPED_IN_ROW = 10
 
 
-class Trainer:
+class Trainer(Session):
     """Trains ``model`` on ``loader`` as ``recipe`` says, into ``out_dir``.
 
     ``held_out()`` walks the held-out batches, ``sample(model)`` gives texts; either may be ``None``. Everything that is
-    random is seeded here with ``recipe.run.seed``. Call ``resume`` (or not), then ``run``.
+    random is seeded here with ``recipe.run.seed``. ``world``: the processes that share the work; the first one writes
+    and speaks. Call ``resume`` (or not), then ``run``.
     """
-
-    def __init__(
-        self,
-        model: Model,
-        loader: Batches,
-        recipe: Recipe,
-        out_dir: str | Path,
-        callbacks: Sequence[Callback] = (),
-        *,
-        held_out: Callable[[], Iterable[Batch]] | None = None,
-        sample: Callable[[Model], list[str]] | None = None,
-    ) -> None:
-        run = recipe.run
-        check_threads(run.threads)
-        self._threads_before = torch.get_num_threads()
-        if run.threads is not None:
-            torch.set_num_threads(run.threads)
-        self.model, self.loader, self.recipe, self.callbacks = model, loader, recipe, callbacks
-        self.objective = recipe.objective
-        self.held_out, self.sample = held_out, sample
-        self.device = model.device
-        self.precision = resolve_precision(run.precision, self.device)
-        if run.best is not None and held_out is None:
-            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
-        self.environment = environment(self.device, self.precision)
-        self.out = Path(out_dir)
-        self.checkpoints = self.out / "checkpoints"
-        self.optimizer = build(recipe.optim, model.named_parameters())  # type: ignore[arg-type]
-        self.budget = None if run.max_minutes is None else TimeBudget(run.max_minutes * 60, run.steps)
-        self.state = RunState(
-            total=run.steps,
-            replan=None if self.budget is None else FIRST_PLAN,
-            limit=None if self.budget is None else self.budget.seconds,
-        )
-        self.loss: float | None = None
-        self.held_out_loss: float | None = None
-        self.held_out_metrics: dict[str, float] = {}
-        self.samples: list[str] = []
-        self._improved = False
-        self._last: dict[str, int] = {}
-        self._base, self._start = 0.0, time.perf_counter()
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
-        self.metrics = MetricsFile(self.out / "metrics.jsonl")
-        seed_all(run.seed)
-
-    def resume(self, checkpoint: Path, *, allow_changes: bool = False) -> None:
-        """Put a checkpoint back, so that the run goes on bit for bit; what is not the same any more is named."""
-        found = load_checkpoint(checkpoint)
-        manifest = found.manifest
-        self._threads_as_before(manifest.environment)
-        changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
-        self.loader.load_state_dict(manifest.data)
-        load_model_tensors(self.model, found.model)
-        self.optimizer.load_state_tensors(found.optimizer)
-        self.state, self.state.limit = manifest.run, self.state.limit
-        if self.budget is None:
-            self.state.total = self.recipe.run.steps
-        if not self.metrics.cut(manifest.metrics_bytes):
-            changed.append(f"{self.metrics.path.name} is shorter than it was, so a part of the log is missing")
-        self._last["save"] = self.state.step
-        self._say(f"resumed at step {self.state.step} from {checkpoint}")
-        if changed:
-            self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
-            self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
-        set_random_state(found.random_state)
 
     def run(self) -> RunState:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
         self._base, self._start = state.seconds, time.perf_counter()
-        if state.step == 0:
+        # The kernels of this run: one that is made while it goes would move its bits.
+        native.limit(native.names())
+        if state.step == 0 and not state.spikes.rollbacks:
             self._measure_threads()
             self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
             self.budget.begin(state.step, self._elapsed())
+        self._watched = (state.tokens, self._elapsed())
         for callback in self.callbacks:
             callback.started(state)
         try:
             with stop_on_signals() as stop:
-                self.model.train()
-                if state.step == 0 and "from" in self.recipe.model:
-                    self._evaluate()  # where the trained weights stand before anything is changed
-                if state.step and state.step < state.total and self._due(self.recipe.run.sample_every):
-                    self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
-                while state.step < state.total and not self._out_of_time():
-                    self._step()
-                    self._periodic(stop)
-                self._finish()
-                self._log({"kind": "end", "step": state.step, "seconds": self._elapsed()})
+                self._loop(stop)
+        except RuntimeError as error:
+            if self.world.size == 1 or not lost_peer(error):
+                raise
+            last = latest_checkpoint(self.checkpoints)
+            kept = "there is no checkpoint yet" if last is None else f"the last good state is {last}"
+            raise UserError(f"another process of this run is gone: {kept}; start all again with --resume") from None
         finally:
             for callback in self.callbacks:
-                callback.ended(state)
+                callback.ended(self.state)
             self.metrics.close()
+            native.limit(None)
             torch.set_num_threads(self._threads_before)
-        return state
+        return self.state
+
+    def _loop(self, stop: StopRequest) -> None:
+        self.model.train()
+        if self.state.step == 0 and "from" in self.recipe.model:
+            self._evaluate()  # where the trained weights stand before anything is changed
+        if self.state.step and self.state.step < self.state.total and self._due(self.recipe.run.sample_every):
+            self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
+        over = self._out_of_time()
+        while self.state.step < self.state.total and not over:
+            if self._step():
+                over = self._periodic(stop)
+        self._finish()
+        self._keep()
+        self._log({"kind": "end", "step": self.state.step, "seconds": self._elapsed()})
 
     def _measure_threads(self) -> None:
         """A timed run on the CPU takes the number of threads that is faster now; others must not depend on the time."""
-        if self.budget is None or self.recipe.run.threads is not None or self.device.type != "cpu":
+        run = self.recipe.run
+        if self.budget is None or run.threads is not None or self.device.type != "cpu" or self.world.size > 1:
             return
         batch = self.loader.batch(0)
-        part, counts = _parts(batch, self.recipe.run.accumulate)[0], self.objective.counts(batch)
-
-        def work() -> None:
-            with self._autocast():
-                losses = self.objective.losses(self.model, part)
-            self.objective.summed(losses, counts).backward()
-
         with random_state_kept():
-            threads = faster_threads(work)
-        self.optimizer.drop()
+            threads = faster_threads(lambda: self.gradients.trial(batch))
         if threads != self._threads_before:
             self._say(f"computing with {threads} thread: faster now than {self._threads_before}, the cores are busy")
         self.environment["threads"] = str(threads)
 
-    def _threads_as_before(self, environment: dict[str, str]) -> None:
-        """The measured number of threads of a timed run stays what it was, for the sake of the same bits."""
-        threads = int(environment.get("threads", 0))
-        if self.budget is not None and self.recipe.run.threads is None and 0 < threads <= self._threads_before:
-            torch.set_num_threads(threads)
-            self.environment["threads"] = str(threads)
-
-    def _step(self) -> None:
-        """One update: the gradient of the whole batch, each term divided by its count in all of it."""
-        started, state, optim = time.perf_counter(), self.state, self.recipe.optim
-        batch = self.loader.batch(state.step)
-        counts = self.objective.counts(batch)
-        count = divisor(counts)
-        # Detached sums stay tensors until the end: asking for a number waits for the device.
-        sums: dict[str, list[Tensor]] = {}
-        for part in _parts(batch, self.recipe.run.accumulate):
-            with self._autocast():
-                losses = self.objective.losses(self.model, self._on_device(part))
-                total = self.objective.summed(losses, counts)
-            total.backward()
-            self.optimizer.collect()
-            for name, loss in losses.items():
-                sums.setdefault(name, []).append(loss.sum.detach())
-        means = {name: float(sum(parts)) / (counts[name] or 1.0) for name, parts in sums.items()}
-        self.loss = self.objective.total(means)
-        norm = self.optimizer.norm(count)
-        lr = optim.lr * self._ratio()
-        if norm.not_finite or not math.isfinite(self.loss):
-            self._skip(norm.not_finite)
+    def _step(self) -> bool:
+        """One update from the gradient of a whole batch; false where the run was rolled back instead."""
+        started, state = time.perf_counter(), self.state
+        batch = self._read(state.step + state.spikes.passed)
+        watching = self._due(self.recipe.run.watch_every, state.step + 1)
+        found = self.gradients.of(batch, state.loss_scale, self.watcher.saved if watching else nullcontext)
+        self.loss = found.loss
+        lr, seen = self.recipe.optim.lr * self._ratio(), {}
+        if self._refused(found):
+            pass
+        elif (score := self._spike(found.loss)) is not None:
+            if self._roll_back(score):
+                return False
         else:
-            clipped = 1.0 if optim.clip is None or norm.value <= optim.clip else optim.clip / norm.value
-            self.optimizer.step(lr, clipped / count)
-            self.objective.after_step(self.model)
-            state.skipped_in_row = 0
+            seen = self._update(found, lr, watching)
         tokens = self.objective.n_tokens(batch)
         state.tokens += tokens
         state.seconds = self._elapsed()
-        record = {"kind": "step", "step": state.step, "loss": self.loss, "lr": lr, "grad_norm": norm.value}
+        record: Record = {
+            "kind": "step",
+            "step": state.step,
+            "loss": self.loss,
+            "lr": lr,
+            "grad_norm": found.norm.value,
+        }
         record |= {"tokens": state.tokens, "tokens_per_s": tokens / (time.perf_counter() - started)}
-        if len(means) > 1:
-            record["losses"] = means
+        if len(found.means) > 1:
+            record["losses"] = found.means
         state.step += 1
         self._log(record | {"seconds": state.seconds})
+        if watching:
+            self._watch(batch, seen)
+        return True
+
+    def _read(self, number: int) -> Batch:
+        try:
+            batch = self.loader.batch(number)
+        except OSError as error:
+            named = f" '{error.filename}'" if error.filename else ""
+            raise UserError(
+                f"cannot read the data{named} of step {self.state.step}: {system_reason(error)}; "
+                f"the last good state is in {self.checkpoints}, --resume goes on from it"
+            ) from None
+        size, accumulate, rows = self.world.size, self.recipe.run.accumulate, len(next(iter(batch.values())))
+        if size > 1 and rows < size * accumulate:
+            raise UserError(
+                f"a batch of {rows} rows cannot be shared by {size} processes in {accumulate} parts each; "
+                f"give run.batch_size={size * accumulate} or more"
+            )
+        return batch
+
+    def _update(self, found: Found, lr: float, watching: bool) -> Record:
+        """Change the weights; what the watcher saw of it."""
+        state, clip = self.state, self.recipe.optim.clip
+        clipped = 1.0 if clip is None or found.norm.value <= clip else clip / found.norm.value
+        if watching:
+            self.watcher.before()
+        self.optimizer.step(lr, clipped / found.divisor)
+        seen = self.watcher.after() if watching else {}
+        self.parallel.sum_loads()
+        self.objective.after_step(self.model)
+        if self.ema is not None:
+            self.ema.update()
+        if state.loss_scale is not None:
+            state.loss_scale.succeeded()
+        if self.recipe.run.on_spike is not None:
+            state.spikes.accept(found.loss, self.recipe.run.on_spike)
+        state.skipped_in_row = 0
+        return seen
+
+    def _watch(self, batch: Batch, seen: Record) -> None:
+        """The "watch" record: utilisation, what moved, what attention and routers do."""
+        state = self.state
+        tokens, seconds = state.tokens - self._watched[0], state.seconds - self._watched[1]
+        flops = training_flops_per_token(self.model, self.recipe.data.seq_len) * tokens / max(seconds, 1e-9)
+        ceiling = self.world.size * ceiling_flops(self.device, self.precision)
+        record: Record = {"kind": "watch", "step": state.step, "flops_per_s": flops, "ceiling_flops_per_s": ceiling}
+        record |= {"utilisation": flops / ceiling, "activation_bytes": self.watcher.activation_bytes, **seen}
+        try:
+            with random_state_kept():
+                record |= {} if self.parallel.kind == "fsdp" else self.watcher.look(batch)
+        except Exception as error:
+            self._say(f"cannot look into the model at step {state.step}: {error}")
+        self._log(record)
+        self._watched = (state.tokens, self._elapsed())
 
     def _ratio(self) -> float:
-        """The share of the peak rate at this step."""
+        """The share of the peak rate at this step; less for a while after a roll-back."""
+        policy = self.recipe.run.on_spike
+        slowly = isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until
+        return self._scheduled() * (policy.slow if slowly and isinstance(policy, RollBack) else 1.0)
+
+    def _scheduled(self) -> float:
         schedule, total = self.recipe.schedule, self.state.total
         if schedule.total is not None:
             return schedule.ratio(self.state.step, schedule.total)
@@ -214,38 +196,106 @@ class Trainer:
             schedule = schedule.replace(warmup=self.budget.warmup(schedule.warmup, total))  # type: ignore[attr-defined]
         return schedule.ratio(self.state.step, total)
 
-    def _skip(self, names: tuple[str, ...]) -> None:
-        """Leave out an update whose loss or gradient (of ``names``) is not finite; weights and moments stay."""
+    def _refused(self, found: Found) -> bool:
+        """Leave out an update whose loss or gradient is not finite; weights and moments stay."""
+        if not found.norm.not_finite and math.isfinite(found.loss):
+            return False
+        state, names = self.state, found.norm.not_finite
+        scale = state.loss_scale
+        if scale is not None and names and math.isfinite(found.loss) and scale.value > 1:
+            scale.overflowed()  # the scale was too high, which says nothing against the batch
+            self.optimizer.drop()
+            self._log({"kind": "skipped", "step": state.step, "tensors": [], "loss_scale": scale.value})
+            return True
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        what = f"the gradient of {shown}" if names else "the loss"
+        self._skip(f"{what} is not finite", {"tensors": list(names)})
+        return True
+
+    def _spike(self, loss: float) -> float | None:
+        """The robust z-score of a loss that the recipe's policy takes for a spike."""
+        policy = self.recipe.run.on_spike
+        return None if policy is None else self.state.spikes.z_score(loss, policy)
+
+    def _skip(self, reason: str, record: Record) -> None:
         state = self.state
         self.optimizer.drop()
         state.skipped += 1
         state.skipped_in_row += 1
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        what = f"the gradient of {shown}" if names else "the loss"
-        self._log({"kind": "skipped", "step": state.step, "tensors": list(names)})
-        self._say(f"step {state.step} skipped: {what} is not finite")
+        self._log({"kind": "skipped", "step": state.step, **record})
+        self._say(f"step {state.step} skipped: {reason}")
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
             raise UserError(
-                f"{MAX_SKIPPED_IN_ROW} steps in a row were skipped, the last because {what} is not finite; "
+                f"{MAX_SKIPPED_IN_ROW} steps in a row were skipped, the last because {reason}; "
                 f"lower optim.lr, or look at the data of step {state.step}"
             )
 
-    def _periodic(self, stop: StopRequest) -> None:
-        run = self.recipe.run
+    def _roll_back(self, score: float) -> bool:
+        """Back to a good checkpoint, past the data since; false (and the batch skipped) where the policy skips."""
+        policy, state, loss = self.recipe.run.on_spike, self.state, self.loss
+        spike = {"loss": loss, "z_score": score, "batch": state.step + state.spikes.passed}
+        old = isinstance(policy, RollBack)
+        good = self.world.from_first(lambda: self._good_checkpoint())
+        if good is None or not isinstance(policy, RollBack):
+            why = "; no checkpoint is old enough to go back to" if old else ""
+            self._skip(f"the loss {loss:.4g} lies {score:.1f} deviations above the median{why}", spike)
+            return False
+        if state.spikes.rollbacks >= policy.most:
+            raise UserError(
+                f"the loss spiked again at step {state.step} after {policy.most} roll-backs; lower optim.lr or look at "
+                f"the data; the last good state is {good}"
+            )
+        self.optimizer.drop()
+        before, passed, rollbacks = state.step, state.spikes.passed, state.spikes.rollbacks
+        found = load_checkpoint(good)
+        self._restore(found)
+        state = self.state
+        first, last = state.step + state.spikes.passed, before + passed
+        state.spikes.passed = last + 1 - state.step
+        state.spikes.rollbacks = rollbacks + 1
+        state.spikes.good_until = state.step
+        state.spikes.slow_until = state.step + policy.slow_steps
+        state.seconds = self._elapsed()
+        self._last = {}
+        record = {"kind": "rolled_back", "step": before, "to": state.step, **spike, "batches": [first, last]}
+        self._log(record | {"slow": policy.slow, "slow_until": state.spikes.slow_until})
+        self._say(
+            f"step {before}: the loss {loss:.4g} lies {score:.1f} deviations above the median; back to step "
+            f"{state.step}, past batches {first} to {last}, at {policy.slow:g} of the rate until step "
+            f"{state.spikes.slow_until}"
+        )
+        self._save()
+        return True
+
+    def _good_checkpoint(self) -> Path | None:
+        """The newest checkpoint that the recipe's policy trusts."""
+        policy, spikes = self.recipe.run.on_spike, self.state.spikes
+        if not isinstance(policy, RollBack):
+            return None
+        return last_good(self.checkpoints, max(self.state.step - policy.margin, spikes.good_until))
+
+    def _periodic(self, stop: StopRequest) -> bool:
+        """What is due after a step; whether the time is used up. All processes decide alike."""
+        run, state = self.recipe.run, self.state
         if self._due(run.eval_every):
             self._evaluate()
-        if self.budget is not None and self.state.step == self.state.replan:
-            self.state.total, self.state.replan = self.budget.plan(self.state.step, self._elapsed())
-            self._log({"kind": "plan", "step": self.state.step, "total": self.state.total})
-        if self._due(run.save_every) or stop.number is not None or self._improved:
+        if self.budget is not None and state.step == state.replan:
+            state.total, state.replan = self.world.from_first(lambda: self._plan())
+            self._log({"kind": "plan", "step": state.step, "total": state.total})
+        signal, over = self.world.most([float(stop.number or 0), float(self._out_of_time())])
+        if self._due(run.save_every) or signal or self._improved:
             self._save()
-        if stop.number is not None and self.state.step < self.state.total:
+        if signal and state.step < state.total:
             raise Interrupted(
-                f"stopped after step {self.state.step} of {self.state.total}; the run is saved in {self.out}",
-                stop.number,
+                f"stopped after step {state.step} of {state.total}; the run is saved in {self.out}", int(signal)
             )
         if self._due(run.sample_every):
             self._sample()
+        return bool(over)
+
+    def _plan(self) -> tuple[int, int]:
+        assert self.budget is not None
+        return self.budget.plan(self.state.step, self._elapsed())
 
     def _finish(self) -> None:
         if self._last.get("eval") != self.state.step:
@@ -255,21 +305,8 @@ class Trainer:
         if self._last.get("samples") != self.state.step:
             self._sample()
 
-    def finish(self) -> None:
-        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
-        said = finish(self.model, self.recipe, self.state.best, self.checkpoints)
-        if said is None or (self.state.best is not None and self.state.best.step == self.state.step):
-            return
-        self._say(said)
-        if self.held_out is None:
-            return
-        found = self._measure()
-        self.metrics = MetricsFile(self.metrics.path)
-        self._log({"kind": "kept", "step": self.state.step, "what": said, **self._held(found)})
-        self.metrics.close()
-
     def _evaluate(self) -> None:
-        """What the objective measures on the held-out examples: the mean loss and more."""
+        """What the objective measures on the held-out examples; the mean of the weights, if there is one, as well."""
         if self.held_out is None:
             return
         started = time.perf_counter()
@@ -278,15 +315,25 @@ class Trainer:
         if self.recipe.run.best is not None:
             best = better(self.recipe.run.best, found, self.state.best, self.state.step)
             self.state.best, self._improved = best or self.state.best, best is not None
+        if self.ema is not None and self.ema.updates:
+            with self.ema.swapped():
+                averaged = self._measure()
+            record["ema_loss"] = averaged.pop("loss")
+            if averaged:
+                record["ema_metrics"] = averaged
         self._last["eval"] = self.state.step
         self._took("eval", started)
         self._log(record | {"tokens": self.state.tokens})
 
-    def _measure(self) -> dict[str, float]:
-        """What the objective measures on the held-out examples, with the weights as they are."""
-        assert self.held_out is not None
-        with random_state_kept(), torch.no_grad(), _evaluating(self.model), self._autocast():
-            return self.objective.evaluate(self.model, map(self._on_device, self.held_out()))
+    def _keep(self) -> None:
+        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
+        kept = self.world.from_first(lambda: kept_weights(self.recipe, self.state, self.checkpoints))
+        if kept is None:
+            return
+        self.parallel.load_model(kept.tensors)
+        self._say(kept.what)
+        found = {} if self.held_out is None else self._held(self._measure())
+        self._log({"kind": "kept", "step": self.state.step, "what": kept.what, **found})
 
     def _held(self, found: dict[str, float]) -> Record:
         """Remember an evaluation; what the log says of it."""
@@ -294,14 +341,19 @@ class Trainer:
         self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
         return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
 
+    def _measure(self) -> dict[str, float]:
+        assert self.held_out is not None
+        with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
+            return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
+
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
-        if self.sample is None:
+        if self.sample is None or not (self.world.first or self.parallel.kind == "fsdp"):
             return
         started = time.perf_counter()
         self._last["samples"] = self.state.step
         try:
-            with random_state_kept(), torch.no_grad(), _evaluating(self.model):
+            with random_state_kept(), torch.no_grad(), evaluating(self.model):
                 self.samples = self.sample(self.model)
         except Exception as error:
             self._say(f"no samples at step {self.state.step}: {error}")
@@ -309,36 +361,12 @@ class Trainer:
         self._took("samples", started)
         self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
 
-    def _save(self) -> None:
-        state = self.state
-        state.seconds = self._elapsed()
-        self.loader.step = state.step
-        random = random_state()
-        manifest = Manifest(
-            run=state,
-            recipe=to_data(self.recipe),
-            environment=self.environment,
-            data=self.loader.state_dict(),
-            metrics_bytes=self.metrics.sync(),
-            python_random=random.python,
-            numpy_random=random.numpy,
-        )
-        checkpoint = Checkpoint(
-            manifest=manifest,
-            model=model_tensors(self.model),
-            optimizer=self.optimizer.state_tensors(),
-            random=random.torch,
-        )
-        run = self.recipe.run
-        path = save_checkpoint(self.checkpoints, checkpoint, max(run.keep, run.average or 1))
-        self._last["save"], self._improved = state.step, False
-        self._say(f"saved {path}")
-
-    def _due(self, every: int | None) -> bool:
+    def _due(self, every: int | None, step: int | None = None) -> bool:
         """Every so many steps; in a timed run that takes fewer steps than asked for, as often over the whole run."""
         if every is None:
             return False
-        step, asked, planned = self.state.step, self.recipe.run.steps, max(1, self.state.total)
+        step = self.state.step if step is None else step
+        asked, planned = self.recipe.run.steps, max(1, self.state.total)
         return step * asked // (planned * every) > (step - 1) * asked // (planned * every)
 
     def _elapsed(self) -> float:
@@ -351,43 +379,3 @@ class Trainer:
         """Tell the time budget what has just been done, since the end of the run needs it once more."""
         if self.budget is not None:
             self.budget.took(act, time.perf_counter() - started)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
-
-    def _on_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cpu":
-            return batch
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-
-    def _log(self, record: Record) -> None:
-        self.metrics.write(record)
-        for callback in self.callbacks:
-            callback.record(record, self.state)
-
-    def _say(self, message: str) -> None:
-        for callback in self.callbacks:
-            callback.said(message)
-
-
-class _evaluating:
-    """Evaluation mode inside the block, and the mode of before after it."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.before = self.model.training
-        self.model.eval()
-
-    def __exit__(self, *_: object) -> None:
-        self.model.train(self.before)
-
-
-def _parts(batch: Batch, count: int) -> list[Batch]:
-    """``count`` consecutive parts of a batch, as equal as its rows allow."""
-    if count == 1:
-        return [batch]
-    split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
-    parts = [{name: cut[i] for name, cut in split.items()} for i in range(count)]
-    return [part for part in parts if len(next(iter(part.values())))]  # a batch by token count may have few rows

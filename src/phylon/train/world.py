@@ -86,9 +86,8 @@ def join_world(device: str) -> tuple[World, str]:
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda:
         if local >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local} of this machine finds {torch.cuda.device_count()} GPUs; start as many processes as GPUs"
-            )
+            count = torch.cuda.device_count()
+            raise UserError(f"process {local} of this machine finds {count} GPUs; start as many processes as GPUs")
         torch.cuda.set_device(local)
         device = f"cuda:{local}"
     elif device == "auto":

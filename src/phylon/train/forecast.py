@@ -1,0 +1,233 @@
+"""Before a run: parameters, FLOPs, memory by part, time on this machine, and the size its budget would suit best."""
+
+import math
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phylon.data import Source
+from phylon.model import Model, build_meta, resolve_device
+from phylon.spec.errors import UserError
+from phylon.spec.registry import build
+from phylon.train.gradients import Gradients
+from phylon.train.machine import resolve_precision
+from phylon.train.memory import RowCost, free_bytes, in_words, row_cost
+from phylon.train.parallel import Parallel
+from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
+from phylon.train.pretrained import apply_tune, start_tokenizer
+from phylon.train.recipe import Recipe, apply_overrides, model_spec
+from phylon.train.vocabulary import Loaded
+from phylon.train.watch import training_flops_per_token
+from phylon.train.world import World
+
+SAMPLE_BYTES = 300_000  # of the data, enough for rows to measure with
+TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556), table 3, for compute-optimal training
+ROOMY = 0.25  # of the free memory: what is surely below it is not measured before a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Figures of a run. Bytes are at the peak of a step on one process; ``tokens`` and FLOPs are of the whole run.
+
+    ``flops_6nd`` is C = 6 N D with N all parameters and D the tokens seen (arXiv:2001.08361, section 2.1). For that C
+    the best size follows from C = 6 N D and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556).
+    """
+
+    parameters: int
+    trained: int
+    tokens: int
+    flops_training_per_token: float
+    flops_6nd: float
+    best_parameters: float
+    best_tokens: float
+    weights_bytes: float
+    gradients_bytes: float
+    optimizer_bytes: float
+    mean_bytes: float
+    activations_bytes: float
+    working_bytes: float
+    free_bytes: float
+    rows: int
+    rows_that_fit: int
+    seconds_per_step: float
+    steps: int
+
+    @property
+    def total_bytes(self) -> float:
+        """Everything at the peak."""
+        states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.mean_bytes
+        return states + self.activations_bytes + self.working_bytes
+
+    def page(self) -> str:
+        """The estimate as text."""
+        trained = "" if self.trained == self.parameters else f", {self.trained:,} trained"
+        rows = [
+            ("parameters", f"{self.parameters:,}{trained}"),
+            ("tokens of the run", f"{self.tokens:,}"),
+            ("FLOPs a token, training", f"{self.flops_training_per_token:,.0f}"),
+            ("compute, C = 6 N D", f"{self.flops_6nd:.3g} FLOPs"),
+            ("best size for that C", f"N = sqrt(C / 120) = {self.best_parameters:,.0f} parameters"),
+            ("", f"D = 20 N = {self.best_tokens:,.0f} tokens"),
+            ("weights", in_words(self.weights_bytes)),
+            ("gradients", in_words(self.gradients_bytes)),
+            ("optimizer", in_words(self.optimizer_bytes)),
+            *([("mean of the weights", in_words(self.mean_bytes))] if self.mean_bytes else []),
+            (f"activations, {self.rows} rows", in_words(self.activations_bytes)),
+            ("loss and working space", in_words(self.working_bytes)),
+            ("together", f"{in_words(self.total_bytes)} of {in_words(self.free_bytes)} free"),
+            ("a step", f"about {self.seconds_per_step:.2f} s"),
+            (f"{self.steps:,} steps", f"about {_clock(self.steps * self.seconds_per_step)}"),
+        ]
+        return "\n".join(f"{name:<28}{text}" for name, text in rows)
+
+
+def estimate(
+    recipe: Recipe, source: Source | None = None, device: str = "auto", world: World | None = None
+) -> Estimate:
+    """Measure a step of one and two rows of ``recipe`` and say what the run will need; nothing is left behind.
+
+    The model is made in memory; the data are read up to a few hundred kilobytes.
+    """
+    world, target = world or World(), resolve_device(device)
+    spec = model_spec(recipe, _vocabulary(recipe))
+    shape = build_meta(spec)
+    free = free_bytes(target)
+    apply_tune(shape, recipe.tune)
+    states = _state_bytes(recipe, shape)
+    n, needed = sum(p.numel() for p in shape.parameters()), sum(states.values())
+    if needed > free:
+        raise UserError(
+            f"training {n:,} parameters needs {in_words(needed)} beside activations, and {in_words(free)} are free; "
+            "choose a smaller model, or LoRA"
+        )
+    rows = -(-recipe.run.batch_size // (recipe.run.accumulate * world.size))
+    with tempfile.TemporaryDirectory() as folder:
+        cost = _cost(recipe, source, Path(folder), device)
+    kept, peak, seconds = cost.at(rows)
+    tokens = recipe.run.steps * recipe.run.batch_size * recipe.data.seq_len
+    compute = 6.0 * n * tokens
+    best = math.sqrt(compute / (6 * TOKENS_PER_PARAMETER))
+    per_step = seconds * recipe.run.accumulate
+    limit = math.inf if recipe.run.max_minutes is None else recipe.run.max_minutes * 60 / per_step
+    return Estimate(
+        parameters=n,
+        trained=sum(p.numel() for p in shape.parameters() if p.requires_grad),
+        tokens=tokens,
+        flops_training_per_token=training_flops_per_token(shape, recipe.data.seq_len),
+        flops_6nd=compute,
+        best_parameters=best,
+        best_tokens=TOKENS_PER_PARAMETER * best,
+        **states,
+        activations_bytes=kept,
+        working_bytes=max(0.0, peak - kept),
+        free_bytes=free,
+        rows=rows,
+        rows_that_fit=cost.rows_within(free - sum(states.values())),
+        seconds_per_step=per_step,
+        steps=int(min(recipe.run.steps, limit)),
+    )
+
+
+def check_fits(recipe: Recipe, source: Source | None, device: str, world: World) -> None:
+    """Refuse a batch that cannot fit, before it is tried, with the size that would.
+
+    What a rough bound puts well below the free memory is let through without measuring.
+    """
+    target = resolve_device(device)
+    shape = build_meta(model_spec(recipe, _vocabulary(recipe)))
+    apply_tune(shape, recipe.tune)
+    free = free_bytes(target)
+    if sum(_state_bytes(recipe, shape).values()) + _rough_bytes(recipe, shape, world) < ROOMY * free:
+        return
+    found = estimate(recipe, source, device, world)
+    if found.rows <= found.rows_that_fit:
+        return
+    if not found.rows_that_fit:
+        raise UserError(
+            f"not even one row of {recipe.data.seq_len} tokens fits: it needs {in_words(found.total_bytes)}, and "
+            f"{in_words(free)} are free; lower data.seq_len, or set run.recompute=blocks"
+        )
+    parts = -(-recipe.run.batch_size // (found.rows_that_fit * world.size))
+    raise UserError(
+        f"{found.rows} rows at once need {in_words(found.total_bytes)}, and {in_words(free)} are free; "
+        f"{found.rows_that_fit} rows fit: set run.accumulate={parts} for the same batch, or "
+        f"run.batch_size={found.rows_that_fit * recipe.run.accumulate * world.size}"
+    )
+
+
+def _cost(recipe: Recipe, source: Source | None, folder: Path, device: str) -> RowCost:
+    """One and two rows of a small part of the data, on the model of the recipe."""
+    most = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
+    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0, "data.max_bytes": most}
+    if "family" in recipe.model and "vocab_size" not in recipe.model:
+        small["model.vocab_size"] = _vocabulary(recipe)
+    changed = apply_overrides(recipe, small)
+    prepared = prepare(
+        changed,
+        folder,
+        recipe_source(changed.data) if source is None else source,
+        device,
+        lambda message: None,
+        lambda tokenizer: None,
+        resume=False,
+        kept=False,
+    )
+    model = prepared.model.train()
+    _as_recipe_says(model, recipe)
+    precision = resolve_precision(recipe.run.precision, model.device)
+    parallel = Parallel(model, World(), "ddp")
+    optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
+    return row_cost(Gradients(parallel, recipe.objective, optimizer, precision, 1), prepared.feed.loader.batch(0))
+
+
+def _as_recipe_says(model: Model, recipe: Recipe) -> None:
+    from phylon.model.passes import recompute_blocks
+
+    if recipe.run.recompute == "blocks":
+        recompute_blocks(model)
+
+
+def _vocabulary(recipe: Recipe) -> int:
+    """The size of the vocabulary as far as it is known before the data are read."""
+    tokenizer = recipe.data.tokenizer
+    if "from" in recipe.model and not isinstance(tokenizer, Loaded):
+        return start_tokenizer(recipe.model).vocab_size
+    if isinstance(tokenizer, Loaded):
+        return tokenizer.make(lambda: iter(())).vocab_size
+    return getattr(tokenizer, "vocab_size", PROVISIONAL_VOCAB)
+
+
+def _state_bytes(recipe: Recipe, shape: Model) -> dict[str, float]:
+    """Bytes of weights, gradients, optimizer state with masters, and mean, from the shapes alone."""
+    parameters = dict(shape.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    narrow = sum(p.numel() for p in trained.values() if p.element_size() < 4)
+    numbers = sum(p.numel() for p in trained.values())
+    return {
+        "weights_bytes": float(sum(p.numel() * p.element_size() for p in parameters.values())),
+        "gradients_bytes": float(4 * numbers),
+        "optimizer_bytes": float(recipe.optim.state_bytes(trained) + 4 * narrow),
+        "mean_bytes": 0.0 if recipe.run.ema is None else 4.0 * numbers,
+    }
+
+
+def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
+    """An upper bound of the activations: about 100 numbers of the width a block and token, and whole score matrices.
+
+    Korthikanti et al. (arXiv:2205.05198), equation 1, has 34 bytes and 5 bytes of scores for half precision.
+    """
+    rows, length = -(-recipe.run.batch_size // (recipe.run.accumulate * world.size)), recipe.data.seq_len
+    total = 0.0
+    for stack in shape.spec.stacks.values():
+        total += 4.0 * rows * length * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
+    return total
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    shown = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    found = [f"{number} {unit}" for number, unit in shown if number]
+    return " ".join(found[:2]) or "0 s"

@@ -1,0 +1,234 @@
+"""A run's parts and its whole state: made, saved, put back bit for bit."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phylon.data import Batches
+from phylon.model import Model
+from phylon.model import build as build_model
+from phylon.model.passes import add_lora, compile_blocks, recompute_blocks
+from phylon.ops import native
+from phylon.spec import to_data
+from phylon.spec.errors import UserError, system_reason
+from phylon.spec.registry import build
+from phylon.train.budget import FIRST_PLAN, TimeBudget
+from phylon.train.callbacks import Callback
+from phylon.train.checkpoint import (
+    Checkpoint,
+    Manifest,
+    RunState,
+    load_checkpoint,
+    load_model_tensors,
+    model_tensors,
+    save_checkpoint,
+)
+from phylon.train.ema import Ema
+from phylon.train.gradients import Gradients
+from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.metrics import MetricsFile, NoMetrics, Record
+from phylon.train.objectives.base import Batch
+from phylon.train.parallel import Parallel
+from phylon.train.recipe import Recipe
+from phylon.train.resume import check_continuation
+from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
+from phylon.train.scaling import LossScale
+from phylon.train.spikes import RollBack
+from phylon.train.watch import Watcher
+from phylon.train.world import World
+
+
+class Session:
+    """What ``Trainer`` drives: model, data, optimizer, mean of the weights, log, and their state in checkpoints."""
+
+    def __init__(
+        self,
+        model: Model,
+        loader: Batches,
+        recipe: Recipe,
+        out_dir: str | Path,
+        callbacks: Sequence[Callback] = (),
+        *,
+        held_out: Callable[[], Iterable[Batch]] | None = None,
+        sample: Callable[[Model], list[str]] | None = None,
+        world: World | None = None,
+    ) -> None:
+        run = recipe.run
+        self.world = world = world or World()
+        check_threads(run.threads)
+        self._threads_before = torch.get_num_threads()
+        if run.threads is not None:
+            torch.set_num_threads(run.threads)
+        self.model, self.loader, self.recipe = model, loader, recipe
+        self.callbacks = callbacks if world.first else ()
+        self.objective = recipe.objective
+        self.held_out, self.sample = held_out, sample
+        self.device = model.device
+        self.precision = resolve_precision(run.precision, self.device)
+        if run.best is not None and held_out is None:
+            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
+        if world.size > 1 and self.objective.whole_batch:
+            raise UserError("this objective needs its batch whole, and several processes would share it; start one")
+        native.refresh()
+        self.environment = environment(self.device, self.precision, world)
+        self.out = Path(out_dir)
+        self.checkpoints = self.out / "checkpoints"
+        self._compile()
+        if run.recompute == "blocks":
+            recompute_blocks(model)
+        self.parallel = Parallel(model, world, run.parallel)
+        parameters = self.parallel.parameters()
+        self.optimizer: Any = build(recipe.optim, parameters.items())  # type: ignore[arg-type]
+        self.gradients = Gradients(self.parallel, self.objective, self.optimizer, self.precision, run.accumulate)
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.ema = None if run.ema is None else Ema(run.ema, trained)
+        self.watcher = Watcher(model, self.gradients, parameters)
+        self.budget = None if run.max_minutes is None else TimeBudget(run.max_minutes * 60, run.steps)
+        self.state = RunState(
+            total=run.steps,
+            replan=None if self.budget is None else FIRST_PLAN,
+            limit=None if self.budget is None else self.budget.seconds,
+            loss_scale=LossScale() if self.precision == "fp16" else None,
+        )
+        self.loss: float | None = None
+        self.held_out_loss: float | None = None
+        self.held_out_metrics: dict[str, float] = {}
+        self.samples: list[str] = []
+        self._improved = False
+        self._last: dict[str, int] = {}
+        self._watched = (0, 0.0)
+        self._base, self._start = 0.0, time.perf_counter()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
+        self.metrics = MetricsFile(self.out / "metrics.jsonl") if world.first else NoMetrics()
+        # Each process draws its own dropout; the first draws what one alone would.
+        seed_all(run.seed + world.rank)
+
+    def resume(self, checkpoint: Path, *, allow_changes: bool = False) -> None:
+        """Put a checkpoint back, so that the run goes on bit for bit; what is not the same any more is named."""
+        found = load_checkpoint(checkpoint)
+        manifest = found.manifest
+        self._machine_as_before(manifest.environment)
+        changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
+        self._restore(found)
+        if self.budget is None:
+            self.state.total = self.recipe.run.steps
+        if not self.metrics.cut(manifest.metrics_bytes):
+            changed.append(f"{self.metrics.path.name} is shorter than it was, so a part of the log is missing")
+        self._last["save"] = self.state.step
+        self._say(f"resumed at step {self.state.step} from {checkpoint}")
+        if changed:
+            self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
+            self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
+
+    def whole_model(self) -> Model:
+        """The trained model on this process; with shards a new one that holds all of them (every process must ask)."""
+        if self.parallel.kind != "fsdp":
+            return self.model
+        whole = self.parallel.whole(model_tensors(self.model))
+        model = build_model(self.model.spec, dtype=self.model.dtype, device=self.device)
+        model.tokenizer, model.generation, model.family = (
+            self.model.tokenizer,
+            self.model.generation,
+            self.model.family,
+        )
+        if self.recipe.tune.lora is not None:
+            add_lora(model, self.recipe.tune.lora)
+        load_model_tensors(model, whole)
+        return model
+
+    def _save(self) -> None:
+        state = self.state
+        state.seconds = self._elapsed()
+        self.loader.step = state.step + state.spikes.passed
+        random, *others = self.world.gather(random_state())
+        manifest = Manifest(
+            run=state,
+            recipe=to_data(self.recipe),
+            environment=self.environment,
+            data=self.loader.state_dict(),
+            metrics_bytes=self.metrics.sync(),
+            python_random=random.python,
+            numpy_random=random.numpy,
+            others_random=[(other.python, other.numpy) for other in others],
+        )
+        drawn = {f"{rank}:{name}": t for rank, other in enumerate(others, 1) for name, t in other.torch.items()}
+        checkpoint = Checkpoint(
+            manifest=manifest,
+            model=self.parallel.whole(model_tensors(self.model)),
+            optimizer=self.parallel.whole(self.optimizer.state_tensors()),
+            random=random.torch | drawn,
+            ema={} if self.ema is None else self.parallel.whole(self.ema.state_tensors()),
+        )
+        policy = self.recipe.run.on_spike
+        margin = policy.margin if isinstance(policy, RollBack) else 0
+        keep = max(self.recipe.run.keep, self.recipe.run.average or 1)
+        path = self.world.from_first(lambda: save_checkpoint(self.checkpoints, checkpoint, keep, margin))
+        self._last["save"], self._improved = state.step, False
+        self._say(f"saved {path}")
+
+    def _restore(self, found: Checkpoint) -> None:
+        """Weights, moments, mean, random states, data position and counters of a checkpoint."""
+        self.loader.load_state_dict(found.manifest.data)
+        self.parallel.load_model(found.model)
+        self.optimizer.load_state_tensors(self.parallel.own(found.optimizer))
+        if self.ema is not None and found.ema:
+            self.ema.load_state_tensors(self.parallel.own(found.ema))
+        limit, scale = self.state.limit, self.state.loss_scale
+        self.state = found.manifest.run
+        self.state.limit = limit
+        if scale is None or self.state.loss_scale is None:
+            self.state.loss_scale = scale
+        random = found.random_state(self.world.rank)
+        if random is not None:
+            set_random_state(random)
+
+    def _compile(self) -> None:
+        if self.recipe.run.compile == "off":
+            return
+        trial = Gradients(
+            Parallel(self.model, World(), "ddp"), self.objective, _Dropping(self.model), self.precision, 1
+        )
+        with random_state_kept():
+            reason = compile_blocks(self.model, lambda: trial.trial(self.loader.batch(0)))
+        self.environment["compiled"] = "blocks" if reason is None else "no"
+        if reason is not None:
+            self._say(f"torch.compile does not work here, going on without: {reason}")
+
+    def _machine_as_before(self, environment: dict[str, str]) -> None:
+        """What was measured or found at the start of the run stays what it was, for the sake of the same bits."""
+        threads = int(environment.get("threads", 0))
+        if self.budget is not None and self.recipe.run.threads is None and 0 < threads <= self._threads_before:
+            torch.set_num_threads(threads)
+            self.environment["threads"] = str(threads)
+        kernels = environment.get("native kernels")
+        if kernels is not None:
+            native.limit(() if kernels == "none" else kernels.split(", "))
+            self.environment["native kernels"] = ", ".join(native.names()) or "none"
+
+    def _log(self, record: Record) -> None:
+        self.metrics.write(record)
+        for callback in self.callbacks:
+            callback.record(record, self.state)
+
+    def _say(self, message: str) -> None:
+        for callback in self.callbacks:
+            callback.said(message)
+
+    def _elapsed(self) -> float:
+        raise NotImplementedError
+
+
+class _Dropping:
+    """Stands for an optimizer where a pass is only tried."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.masters = model, {}
+
+    def drop(self) -> None:
+        self.model.zero_grad(set_to_none=True)

@@ -1,0 +1,148 @@
+"""Several processes by torchrun: the losses of one process, checkpoints for another number, a dead process."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phylon import hub
+from phylon.train import latest_checkpoint, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = """
+schema = 1
+[model]
+family = "llama"
+d_model = 16
+n_layers = 2
+n_heads = 2
+d_ff = 24
+max_seq_len = 16
+[data]
+source = { kind = "texts", texts = ["the cat sat on the mat. ", "a dog ran in the fog. "], repeat = 20 }
+tokenizer = { kind = "char" }
+seq_len = 16
+held_out = 0.2
+[optim]
+lr = 1e-2
+clip = 1.0
+[run]
+steps = 8
+batch_size = 8
+eval_every = 4
+save_every = 2
+precision = "fp32"
+threads = 1
+watch_every = 4
+"""
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start(folder: Path, n: int, *more: str, recipe: str = RECIPE) -> list[subprocess.Popen]:
+    """What torchrun does, without its watchdog: n processes that know each other, so that one can be killed alone."""
+    path = folder.parent / f"{folder.name}.toml"
+    path.write_text(recipe)
+    command = [sys.executable, "-m", "phylon.cli", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
+    shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(port()), "WORLD_SIZE": str(n)}
+    return [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(n)
+    ]
+
+
+def run(folder: Path, n: int, *more: str, recipe: str = RECIPE) -> Path:
+    processes = start(folder, n, *more, recipe=recipe)
+    said = [process.communicate(timeout=200)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * n, said
+    return folder
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "step"}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def same(one: Path, other: Path) -> None:
+    assert losses(one) == pytest.approx(losses(other), rel=2e-5)
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], weight, rtol=1e-3, atol=2e-4)
+
+
+def test_two_processes_with_ddp_are_one(tmp_path):
+    one = run(tmp_path / "one", 1, "--set", "run.accumulate=2")
+    two = run(tmp_path / "two", 2)
+    same(one, two)
+    assert len(losses(two)) == 8
+    records = [r for r in read_metrics(two / "metrics.jsonl") if r["kind"] in ("eval", "watch")]
+    assert [r["kind"] for r in records] == ["watch", "eval", "watch", "eval"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("n", [2, 4])
+def test_several_processes_are_one_and_load_on_another_number(tmp_path, kind, n):
+    """Accumulation, a mean of the weights, recomputation; stopped on n processes, continued on one and on two."""
+    extra = ("--set", f"run.parallel={kind}", "--set", "run.ema=0.9", "--set", "run.accumulate=2")
+    one, many = run(tmp_path / "one", 1, *extra), run(tmp_path / "many", n, *extra)
+    same(one, many)
+    assert hub.load(many / "model", device="cpu").spec == hub.load(one / "model", device="cpu").spec
+    for processes in (1, 2):
+        longer = ("--set", "run.steps=12", "--resume", "--allow-changes")
+        again = run(many, processes, *extra, *longer)
+        assert len(losses(again)) == 12
+        changed = [r for r in read_metrics(again / "metrics.jsonl") if r["kind"] == "resumed"]
+        if processes != n:
+            assert any(f"processes was {n} and is now {processes}" in c for c in changed[0]["changes"])
+        (again / "checkpoints" / "step-00000012").rename(tmp_path / f"{processes}")
+    tensors = {n: load_file(tmp_path / str(n) / "model.safetensors") for n in (1, 2)}
+    for name, weight in tensors[1].items():
+        torch.testing.assert_close(tensors[2][name], weight, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_killed_process_ends_all_and_the_run_goes_on_from_its_checkpoint(tmp_path, kind):
+    text = RECIPE.replace("steps = 8", "steps = 400")
+    more = ("--set", f"run.parallel={kind}")
+    whole = run(tmp_path / "whole", 2, *more, recipe=text)
+    processes = start(tmp_path / "killed", 2, *more, recipe=text)
+    while (latest_checkpoint(tmp_path / "killed" / "checkpoints") or Path("step-0")).name < "step-00000040":
+        time.sleep(0.05)
+        assert all(process.poll() is None for process in processes)
+    processes[1].send_signal(signal.SIGKILL)
+    said = processes[0].communicate(timeout=100)[1]
+    assert processes[0].returncode == 2, said
+    assert "another process of this run is gone: the last good state is" in said
+    assert len(said.strip().splitlines()[-1]) < 300
+    again = run(tmp_path / "killed", 2, *more, "--resume", recipe=text)
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(whole).items())
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_once_and_ends_all(tmp_path):
+    processes = start(tmp_path / "run", 2, "--set", "run.batch_size=1")
+    said = [process.communicate(timeout=100)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2]
+    assert all("run.batch_size=2 or more" in text for text in said)
