@@ -312,7 +312,7 @@ class Trainer(Session):
         started = time.perf_counter()
         found = self._measure()
         record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
-        if self.recipe.run.best is not None:
+        if self.recipe.run.best is not None and self.state.step:  # there is no checkpoint of step 0
             best = better(self.recipe.run.best, found, self.state.best, self.state.step)
             self.state.best, self._improved = best or self.state.best, best is not None
         if self.ema is not None and self.ema.updates:
