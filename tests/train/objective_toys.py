@@ -7,6 +7,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from task_toys import TASKS
+
 from phylon import hub
 from phylon.families.decoder import llama_spec
 from phylon.layers.ffn.mlp import GLU
@@ -118,6 +120,7 @@ TINY: dict[str, list[str]] = {
         DECODER + TAUGHT + '[objective]\nkind = "distillation"\nteacher = "TEACHER"\ntask = "next_token"\n',
     ],
 }
+TINY |= TASKS
 ALL = [(kind, number) for kind, tables in TINY.items() for number in range(len(tables))]
 
 
@@ -135,6 +138,7 @@ def teacher() -> str:
 
 
 def tiny(kind: str, number: int = 0):
-    """The recipe of a tiny run."""
-    text = "schema = 1\n" + TINY[kind][number] + RUN
+    """The recipe of a tiny run; in parts, unless the objective needs its batch whole."""
+    run = RUN.replace("accumulate = 2", "accumulate = 1") if kind == "contrastive" else RUN
+    text = "schema = 1\n" + TINY[kind][number] + run
     return recipe_from_toml(text.replace("TEACHER", teacher()) if "TEACHER" in text else text)

@@ -57,7 +57,9 @@ def cross_entropy(
     log_probs = torch.log_softmax(logits, dim=-1)
     valid = targets != IGNORE
     picked = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    per_token = -(1 - label_smoothing) * picked - label_smoothing * log_probs.mean(-1)
+    per_token = -(1 - label_smoothing) * picked
+    if label_smoothing:  # the mean is infinite where scores are masked, and 0 times that is no number
+        per_token = per_token - label_smoothing * log_probs.mean(-1)
     if weights is not None:
         weights = weights.flatten().to(per_token.dtype).masked_fill(~valid, 0)
         return Loss((per_token.masked_fill(~valid, 0) * weights).sum(), weights.sum())

@@ -107,13 +107,14 @@ class ClassifyModule(Part):
             x = ACTIVATIONS[self.spec.activation or ""](self.dense(x))
         return self.proj(dropped(x, self.spec.dropout, self.training))
 
-    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+    def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
+        targets, weights, smoothing = Targets.of(targets)
         scores = self(hidden, ctx)
         if targets.shape != scores.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, scores {tuple(scores.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.n_classes:
             raise UserError(f"class {int(targets.max())} is out of range: the head has {self.spec.n_classes}")
-        return cross_entropy(scores, targets)
+        return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights)
 
 
 class PooledModule(Part):
