@@ -155,7 +155,6 @@ def _prepared(
 
 def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recipe, out: Path) -> None:
     """The trained model, its adapter, the mean of its weights, the report."""
-    trainer.keep(model)
     model.eval()
     if averaged is not None:
         merge_lora(averaged)
