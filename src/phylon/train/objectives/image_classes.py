@@ -59,6 +59,8 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         source = recipe.data.source
         if not isinstance(source, ImageFolder | ImageArrays):
             raise UserError('image_classes reads images: data.source = { kind = "image_folder" | "image_arrays", … }')
+        if recipe.data.max_bytes is not None:
+            raise UserError("image_classes reads all of its images; leave data.max_bytes out")
         images = source.open()
         n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
         if len(images.classes) != n_classes:
