@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from phylon.data import Loader, Source
-from phylon.data.augment import Augment, Prepared
+from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
 from phylon.data.images import ImageArrays, ImageFolder, Images
 from phylon.data.split import held_out_names
@@ -40,7 +40,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     A batch: ``images`` float (B, C, H, W) and ``targets`` (B,).
     """
 
-    pixels: Prepared = Prepared()
+    pixels: Pixels = Pixels()
     augment: Augment | None = None
     label_smoothing: float = 0.0
     head: str = "class"
