@@ -110,7 +110,7 @@ TASKS: dict[str, list[str]] = {
         + '[objective]\nkind = "answers"\nstride = 3\n'
     ],
     "contrastive": [
-        (bert("[]") + data([{"text": one, "pair": other} for one, other in PAIRS]) + '[objective]\nkind = "contrastive"\n')
+        bert("[]") + data([{"text": x, "pair": y} for x, y in PAIRS]) + '[objective]\nkind = "contrastive"\n'
     ],
     "image_classes": [
         VIT

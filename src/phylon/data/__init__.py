@@ -1,5 +1,6 @@
 """From texts to training batches: sources, tokenising once, packing into rows, and a deterministic, resumable order."""
 
+from phylon.data.columns import HFDataset, Parquet
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, Record, Source
 from phylon.data.draws import Draws
@@ -14,6 +15,7 @@ from phylon.data.loader import (
     next_token_targets,
     stack,
 )
+from phylon.data.mixture import Mixture, PythonFunctions, Task
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
 from phylon.data.sentences import sentences
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
@@ -29,15 +31,20 @@ __all__ = [
     "Draws",
     "Example",
     "Examples",
+    "HFDataset",
     "JsonLines",
     "Loader",
+    "Mixture",
     "PackedDocuments",
     "PackedRows",
+    "Parquet",
     "Part",
     "PythonCorpus",
+    "PythonFunctions",
     "Record",
     "Row",
     "Source",
+    "Task",
     "TextFile",
     "TextFolder",
     "Texts",
