@@ -19,8 +19,8 @@ _BLOCK = 128
 class Flex:
     """Block-sparse and fused, forward and backward; compiled once for every pattern and dtype.
 
-    Dong et al. (arXiv:2412.05496). On CPUs it has no backward pass and compiles for seconds before its first call, so it
-    stands aside there; on GPUs it comes last before the reference until it has been measured on one.
+    Dong et al. (arXiv:2412.05496). On CPUs it has no backward pass and compiles for seconds before its first call, so
+    it stands aside there; on GPUs it comes last before the reference until it has been measured on one.
     """
 
     name = "flex"
