@@ -19,8 +19,8 @@ _BLOCK = 128
 class Flex:
     """Block-sparse and fused, forward and backward; compiled once for every pattern and dtype.
 
-    Dong et al. (arXiv:2412.05496). On CPUs it has no backward pass, and its forward pass is slower than the ``native``
-    kernel's (``benchmarks/README.md``), so it stands aside there.
+    Dong et al. (arXiv:2412.05496). On CPUs it has no backward pass and compiles for seconds before its first call, so
+    it stands aside there; on GPUs it comes last before the reference until it has been measured on one.
     """
 
     name = "flex"
@@ -28,7 +28,7 @@ class Flex:
 
     def available(self) -> str | None:
         if not torch.cuda.is_available():
-            return "FlexAttention has no backward pass on CPUs and wins nothing there; it runs on GPUs"
+            return "FlexAttention has no backward pass on CPUs and compiles for seconds; it runs on GPUs"
         return None
 
     def supports(self, call: AttentionCall) -> str | None:

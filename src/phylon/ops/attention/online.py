@@ -17,7 +17,11 @@ from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
 from phylon.ops.random import keep_mask
 
-_BLOCKS = ((256, 512), (128, 256), (128, 128), (64, 64))
+_BLOCKS = ((512, 1024), (512, 512), (256, 512), (128, 256), (128, 128), (64, 64))
+_SMALL = 2**16
+"""Scores of a head that are one tile."""
+_COPIES = 24 * 2**20
+"""Bytes that a step's keys and values in fp32, and their gradients, may take."""
 _STEP = 40_000
 """What a step costs besides its scores, in scores: some ten operations of a few microseconds each."""
 
@@ -57,17 +61,25 @@ class Online:
 
     def _choose(self, call: AttentionCall) -> tuple[int, int]:
         t, s = call.q.shape[1], call.k.shape[1]
-        largest = self.blocks[0]
-        if len(self.blocks) == 1 or t * s <= largest[0] * largest[1]:
-            return largest
+        if len(self.blocks) == 1 or t * s <= _SMALL:
+            return self.blocks[0]
         rows = max((side.batch for side in (call.query, call.key) if side is not None), default=1)
         sharing = call.q.shape[0] * call.q.shape[2] // (rows * call.pattern.heads)
 
         def cost(block: tuple[int, int]) -> int:
-            kept, size = count_tiles(call, *block), sharing * min(block[0], t) * min(block[1], s)
-            return kept * (size + _STEP * -(-size // self.scores))
+            at_once = min(sharing, _at_once(call, block, self.scores) * (call.q.shape[2] // call.k.shape[2]))
+            steps = count_tiles(call, *block) * -(-sharing // at_once)
+            return steps * (at_once * min(block[0], t) * min(block[1], s) + _STEP)
 
         return min(self.blocks, key=cost)
+
+
+def _at_once(call: AttentionCall, block: tuple[int, int], scores: int) -> int:
+    """How many key heads share a step: their scores fit the cache, and the copies of their keys the memory."""
+    t, s = min(block[0], call.q.shape[1]), min(block[1], call.k.shape[1])
+    size = torch.promote_types(call.q.dtype, torch.float32).itemsize
+    copies = 2 * size * call.k.shape[1] * (call.k.shape[3] + call.v.shape[3])
+    return max(1, min(scores * call.k.shape[2] // (call.q.shape[2] * t * s), _COPIES // copies))
 
 
 @dataclass(frozen=True)
@@ -141,8 +153,7 @@ class _Work:
                     map_ = (b if self.plan.batch > 1 else 0) * self.plan.heads + h
                     yield _Unit(slice(b, b + 1), slice(kv, kv + 1), slice(g, g + 1), map_, self.n_groups)
             return
-        t, s = min(self.plan.block_q, self.call.q.shape[1]), min(self.plan.block_k, self.call.k.shape[1])
-        fits = max(1, self.scores // (self.n_groups * t * s))
+        fits = _at_once(self.call, (self.plan.block_q, self.plan.block_k), self.scores)
         kv_step = min(n_kv, fits)
         row_step = 1 if self.plan.batch > 1 else min(batch, max(1, fits // n_kv))
         for b in range(0, batch, row_step):

@@ -8,7 +8,7 @@ from phylon.ops.attention.call import AttentionCall
 from phylon.patterns import Causal, Full, Window
 
 _LARGEST_MASK = 2**22
-"""Pairs, on a CPU: beyond, tiles are faster as well (``benchmarks/attention``); a GPU has the memory for more."""
+"""Pairs, on a CPU: beyond, tiles keep memory O(n) and skip what is hidden; a GPU has the memory for more."""
 
 
 class Sdpa:
