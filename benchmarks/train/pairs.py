@@ -86,7 +86,7 @@ def main() -> None:
         if not workers[name].ready():
             raise SystemExit(f"{name} does not start")
     end, round_ = time.monotonic() + arguments.seconds, 0
-    while time.monotonic() < end or round_ < 4:
+    while time.monotonic() < end or round_ < 3:
         for one in workers.values():
             one.step(count=round_ > 0)
             time.sleep(0.02)

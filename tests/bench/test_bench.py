@@ -1,14 +1,14 @@
 """``phylon bench``: no speed without a right answer, pairs in turn, disturbed rounds dropped, files merged whole."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from phylon.bench import Cell, Planned, case, clock, memory, run
-from phylon.bench import case as registry_of
+from phylon.bench import Cell, Planned, all_cases, case, clock, memory, run
 from phylon.bench.report import compared, read, row_line, store
 from phylon.cli.main import main
 from phylon.spec import UserError
@@ -27,9 +27,8 @@ def side(name: str, value: float) -> object:
 @pytest.fixture(autouse=True)
 def _toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A case ``toy`` of two cells: 'right' and 'twin' return 1, 'wrong' returns 2, 'broken' raises."""
-    import sys
-
-    module = sys.modules[registry_of.__module__]
+    all_cases()  # what a file registers once must not go into the copy
+    module = sys.modules[case.__module__]
     monkeypatch.setattr(module, "_cases", dict(module._cases))
     monkeypatch.setattr(clock, "_SHORTEST", 0.0)
     CALLS.clear()
@@ -176,9 +175,7 @@ def test_memory_is_what_lies_beyond_the_result() -> None:
 
 def test_every_case_can_be_built() -> None:
     """The smallest cell of every real case: sides, and an oracle that takes right results and refuses others."""
-    from phylon.bench import cases
-
-    made = cases()["attention"]
+    made = all_cases()["attention"]
     planned = next(p for p in made.plan() if p.key["n"] == 1024 and p.key["pass"] == "forward+backward")
     cell = planned.build(frozenset())
     result = cell.sides["sdpa"]()

@@ -90,4 +90,4 @@ def test_bigbird_does_not_stream_and_says_why() -> None:
         ATTENTION.replace(pattern=BigBird(block=2, n_heads=3))
     made = model("causal longformer")
     with pytest.raises(UserError, match="a state does not keep marks"):
-        made(torch.zeros(1, 3, dtype=torch.int64), marks=torch.ones(1, 3), state=made.new_state(1))
+        made(torch.zeros(1, 3, dtype=torch.int64), marks=torch.ones(1, 3, dtype=torch.int64), state=made.new_state(1))

@@ -349,3 +349,19 @@ def test_compiled_blocks_leave_the_kernels_alone() -> None:
     ids = torch.arange(40)[None] % 60
     expected = model(ids).logits
     assert torch.allclose(torch.compile(model)(ids).logits, expected, atol=1e-4)
+
+
+@native
+@pytest.mark.parametrize("gated", [True, False])
+def test_frozen_maps_get_no_gradient(gated: bool) -> None:
+    x, up, down, gate = (drawn(*s, seed=i) for i, s in enumerate([(9, 8), (12, 8), (8, 12), (12, 8)]))
+    x.requires_grad_()
+    weights = ExpertWeights(up=up[None], down=down[None], gate=gate[None] if gated else None)
+    chosen = torch.zeros(9, 1, dtype=torch.int64)
+    pair = (gate, None) if gated else None
+    y = feedforward.feedforward(x, (up, None), (down, None), pair, activation="silu", backend="native")
+    z = experts(x, chosen, torch.ones(9, 1), weights, backend="native")
+    for made in (y, z):
+        (grad,) = torch.autograd.grad(made.sum(), x)
+        assert grad.any()
+    assert torch.allclose(y, z, atol=1e-5)

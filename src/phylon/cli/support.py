@@ -11,6 +11,12 @@ from torch import Tensor
 import phylon.ops
 from phylon.ops.attention import AlibiBias, AttentionCall, BucketBias
 from phylon.ops.dispatch import Dispatch
+from phylon.ops.experts import ExpertCall, ExpertWeights
+from phylon.ops.feedforward import FeedForwardCall
+from phylon.ops.linear import LinearCall
+from phylon.ops.norm import NormCall
+from phylon.ops.rotary import RotaryCall
+from phylon.ops.scores import ScoresCall
 from phylon.patterns import BigBird, Causal, Full, Global, Prefix, Records, Strided, SymmetricWindow, Window
 
 _device = "cpu"
@@ -56,6 +62,21 @@ def _packed() -> Records:
     return Records(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[1, 1, 2, 2]]))
 
 
+def _rows(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(256, 64, dtype=dtype)
+
+
+def _map(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+
+
+def _experts(**changes: Any) -> ExpertCall:
+    maps = torch.zeros(2, 64, 64)
+    chosen = torch.zeros(256, 1, dtype=torch.int64)
+    weights = ExpertWeights(up=maps, down=maps, up_bias=changes.pop("bias", None))
+    return ExpertCall(x=_rows(), chosen=chosen, gates=torch.ones(256, 1), weights=weights, **changes)
+
+
 CALLS: dict[str, dict[str, Callable[[], Any]]] = {
     "attention": {
         "causal": lambda: _attention(),
@@ -81,6 +102,28 @@ CALLS: dict[str, dict[str, Callable[[], Any]]] = {
         "attention sink": lambda: _attention(sink=torch.zeros(4)),
         "dropout": lambda: _attention(dropout=0.1),
         "recorded scores and weights": lambda: _attention(tap=lambda name, value: value),
+    },
+    "experts": {
+        "plain": lambda: _experts(),
+        "biases": lambda: _experts(bias=torch.zeros(2, 64)),
+        "dropout": lambda: _experts(dropout=0.1),
+    },
+    "feedforward": {
+        "float32": lambda: FeedForwardCall(_rows(), (_map(), None), (_map(), None), None, "gelu"),
+        "gated": lambda: FeedForwardCall(_rows(), (_map(), None), (_map(), None), (_map(), None), "silu"),
+    },
+    "linear": {
+        "float32, with gradients": lambda: LinearCall(_rows(), (_map(),), (None,)),
+        "float16": lambda: LinearCall(_rows(torch.float16), (_map(torch.float16),), (None,)),
+    },
+    "norm": {
+        "float32": lambda: NormCall(x=_rows(), weight=None, eps=1e-5, centred=True),
+        "float64": lambda: NormCall(x=_rows(torch.float64), weight=None, eps=1e-5, centred=True),
+    },
+    "rotary": {"float32": lambda: RotaryCall(_rows().view(4, 8, 8, 64), *[torch.zeros(1, 8, 1, 32)] * 2)},
+    "scores": {
+        "float32": lambda: ScoresCall(scores=_rows(), targets=torch.zeros(256, dtype=torch.int64)),
+        "float64": lambda: ScoresCall(scores=_rows(torch.float64), targets=torch.zeros(256, dtype=torch.int64)),
     },
 }
 """By op: a call of every kind, by the words for it."""

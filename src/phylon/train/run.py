@@ -13,8 +13,8 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
-from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.final import with_epochs
+from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
@@ -155,7 +155,6 @@ def _prepared(
 
 def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recipe, out: Path) -> None:
     """The trained model, its adapter, the mean of its weights, the report."""
-    trainer.keep(model)
     model.eval()
     if averaged is not None:
         merge_lora(averaged)

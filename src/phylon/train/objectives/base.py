@@ -76,6 +76,9 @@ class Objective(Slot):
     reads_text: ClassVar[bool] = True
     """Whether the data are turned into token ids, which takes a tokenizer."""
 
+    whole_batch: ClassVar[bool] = False
+    """Whether the loss of a batch is not that of its parts: nothing may share it then (see ``check``)."""
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
 
