@@ -108,7 +108,9 @@ def main() -> None:
     given = options.parse_args()
     recipe = load_recipe(given.run / "recipe.toml", {"run.eval_rows": given.rows})
     torch.set_num_threads(1)
-    prepared = prepare(recipe, given.run, check(recipe, None, "cpu"), "cpu", print, lambda _: None, resume=True)
+    prepared = prepare(
+        recipe, given.run, check(recipe, None, "cpu"), "cpu", print, lambda _: None, resume=True, kept=True
+    )
     tokenizer, feed, objective = prepared.tokenizer, prepared.feed, recipe.objective
     seed_all(recipe.run.seed)
     model = Bahdanau(tokenizer.vocab_size, given.width, dropout=0.1)

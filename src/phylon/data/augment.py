@@ -14,7 +14,7 @@ from phylon.spec.errors import UserError
 _STREAM = 1 << 32  # keeps these draws apart from those of texts under the same seed
 
 
-class Prepared(Spec, frozen=True, kw_only=True):
+class Pixels(Spec, frozen=True, kw_only=True):
     """Pixels to what the model reads.
 
     ``size`` (height, width): images of another size are resized to it (bilinear, antialiased). ``mean`` and ``std``

@@ -261,7 +261,8 @@ def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
         from phylon.train.pretrained import started_spec
 
         return started_spec(recipe.model)
-    given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
+    text = recipe.objective.reads_text and "family" in recipe.model
+    given = {"vocab_size": vocab_size} if text and vocab_size is not None else {}
     return build_spec({**given, **recipe.model})
 
 

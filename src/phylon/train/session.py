@@ -29,6 +29,7 @@ from phylon.train.checkpoint import (
 from phylon.train.ema import Ema
 from phylon.train.gradients import Gradients
 from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.memory import keep_freed_memory
 from phylon.train.metrics import MetricsFile, NoMetrics, Record
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
@@ -62,6 +63,8 @@ class Session:
         self._threads_before = torch.get_num_threads()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self.loader, self.recipe = model, loader, recipe
         self.callbacks = callbacks if world.first else ()
         self.objective = recipe.objective
@@ -126,17 +129,20 @@ class Session:
             self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
             self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
 
-    def whole_model(self) -> Model:
-        """The trained model on this process; with shards a new one that holds all of them (every process must ask)."""
-        if self.parallel.kind != "fsdp":
-            return self.model
-        whole = self.parallel.whole(model_tensors(self.model))
-        model = build_model(self.model.spec, dtype=self.model.dtype, device=self.device)
-        model.tokenizer, model.generation, model.family = (
-            self.model.tokenizer,
-            self.model.generation,
-            self.model.family,
-        )
+    def whole_model(self, *, averaged: bool = False) -> Model:
+        """The trained model on this process; every process must ask.
+
+        A new one where its weights are in shards, or where the mean of the weights is asked for.
+        """
+        mine = self.model
+        if self.parallel.kind != "fsdp" and not averaged:
+            return mine
+        whole = self.parallel.whole(model_tensors(mine))
+        if averaged:
+            assert self.ema is not None
+            whole |= self.parallel.whole(self.ema.means)
+        model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
+        model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)

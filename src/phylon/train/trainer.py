@@ -185,8 +185,9 @@ class Trainer(Session):
     def _ratio(self) -> float:
         """The share of the peak rate at this step; less for a while after a roll-back."""
         policy = self.recipe.run.on_spike
-        slowly = isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until
-        return self._scheduled() * (policy.slow if slowly and isinstance(policy, RollBack) else 1.0)
+        if isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until:
+            return self._scheduled() * policy.slow
+        return self._scheduled()
 
     def _scheduled(self) -> float:
         schedule, total = self.recipe.schedule, self.state.total
