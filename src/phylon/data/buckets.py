@@ -84,6 +84,11 @@ class BucketLoader:
             "data": examples_digest(examples),
         }
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches that hold every example once."""
+        return len(self.order)
+
     def batch(self, step: int) -> Batch:
         """Batch ``step``, which depends on the examples, ``max_tokens``, the seed and the step alone."""
         return padded([self.examples[int(row)] for row in self.order.rows(step)])

@@ -110,6 +110,11 @@ class Loader:
             "data": rows.fingerprint,
         }
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches that hold every example at least once."""
+        return -(-self.order.n_rows // self.order.batch_size)
+
     def batch(self, step: int, *, part: int = 0, of: int = 1) -> Batch:
         """Batch ``step``, or one of ``of`` equal consecutive parts of it (a process of several, a micro-batch).
 

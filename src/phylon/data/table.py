@@ -5,7 +5,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -40,11 +40,12 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
 
     ``columns`` names the columns of a TSV or CSV file without a heading; left out, the first line is the heading. A TSV
     cell is what stands between two tabs, quotes included; CSV cells may be quoted (RFC 4180). Blank lines are passed
-    over.
+    over. ``format`` says what a file of another name is.
     """
 
     path: str
     columns: tuple[str, ...] | None = None
+    format: Literal["tsv", "csv", "jsonl"] | None = None
 
     def __post_init__(self) -> None:
         if self.columns is not None and (not self.columns or len(set(self.columns)) < len(self.columns)):
@@ -55,9 +56,13 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
     @property
     def suffix(self) -> str:
         """The kind of table, by the name of its file."""
+        if self.format is not None:
+            return f".{self.format}"
         suffix = Path(self.path.removesuffix(".gz")).suffix.lower()
         if suffix not in KINDS:
-            raise UserError(f"cannot tell what kind of table '{self.path}' is; give {', '.join(KINDS)}, or their .gz")
+            raise UserError(
+                f"cannot tell what kind of table '{self.path}' is; name its format, or give {', '.join(KINDS)}"
+            )
         return suffix
 
     def records(self) -> Iterator[Record]:
@@ -116,6 +121,24 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
             yield Record(value, where)
 
 
+class Records(Mechanism, DataSource, frozen=True, kw_only=True):
+    """Records written in the recipe itself, named ``record:0``, ``record:1``, …; each ``repeat`` times."""
+
+    rows: tuple[dict[str, Any], ...]
+    repeat: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.rows or self.repeat < 1:
+            raise UserError("rows must hold at least one record, and repeat must be at least 1")
+
+    def records(self) -> Iterator[Record]:
+        for index, fields in enumerate(self.rows * self.repeat):
+            yield Record(fields, f"record:{index}")
+
+    def fingerprint(self) -> str:
+        return digest("records", self.rows, self.repeat)
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file (gzipped where it ends in ``.gz``), numbered from 1, without their ends.
 
@@ -141,3 +164,4 @@ register(
     paper="none",
     cases=lambda: [Table(path="a.tsv"), Table(path="a.csv.gz", columns=("text", "label")), Table(path="a.jsonl")],
 )
+register(Records, paper="none", cases=lambda: [Records(rows=({"text": "a", "label": 1},), repeat=2)])

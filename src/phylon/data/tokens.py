@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ LONE_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a killed process
 
 Progress = Callable[[int, int], None]
+Cut = Callable[[str], Iterable[str]]
 
 
 class Tokenizer(Protocol):
@@ -47,13 +48,15 @@ class TokenStore:
     """The tokens of all documents, end to end.
 
     ``tokens`` is ``(n_tokens,)`` uint16 or uint32, memory-mapped and read-only when kept on disk; ``boundaries`` is
-    ``(n_documents,)`` int64, the offset at which each document starts (the first is 0). ``fingerprint`` is a hash of
-    both: equal fingerprints are equal data.
+    ``(n_documents,)`` int64, the offset at which each document starts (the first is 0). ``pieces`` ``(n_pieces,)``
+    int64 are the starts of all sentences, where the documents were cut into sentences. ``fingerprint`` is a hash of
+    all: equal fingerprints are equal data.
     """
 
     tokens: np.ndarray
     boundaries: np.ndarray
     fingerprint: str
+    pieces: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -72,28 +75,33 @@ class TokenStore:
     def slice(self, start: int, stop: int) -> "TokenStore":
         """The tokens ``[start, stop)`` as a store (a view); what is left of a cut document is one of its own."""
         assert 0 <= start < stop <= self.n_tokens, (start, stop, self.n_tokens)
-        low, high = np.searchsorted(self.boundaries, [start, stop])
-        inside = self.boundaries[low:high] - start
-        if not len(inside) or inside[0] != 0:
-            inside = np.concatenate([np.zeros(1, np.int64), inside])
-        return TokenStore(self.tokens[start:stop], inside, digest(self.fingerprint, start, stop))
+
+        def inside(starts: np.ndarray) -> np.ndarray:
+            low, high = np.searchsorted(starts, [start, stop])
+            kept = starts[low:high] - start
+            return kept if len(kept) and kept[0] == 0 else np.concatenate([np.zeros(1, np.int64), kept])
+
+        pieces = None if self.pieces is None else inside(self.pieces)
+        fingerprint = digest(self.fingerprint, start, stop)
+        return TokenStore(self.tokens[start:stop], inside(self.boundaries), fingerprint, pieces)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stored array was made from (the first five fields, which its folder is named after) and what it holds."""
+    """What a stored array was made from (the first six fields, which its folder is named after) and what it holds."""
 
     format: int
     source: str
     tokenizer: str
     vocab_size: int
     around: tuple[tuple[int, ...], tuple[int, ...]]
+    cut: str | None = None
     n_tokens: int = 0
     n_documents: int = 0
     fingerprint: str = ""
 
     @property
     def key(self) -> str:
-        return digest(self.format, self.source, self.tokenizer, self.vocab_size, self.around)
+        return digest(self.format, self.source, self.tokenizer, self.vocab_size, self.around, self.cut)
 
     @property
     def dtype(self) -> np.dtype:
@@ -106,15 +114,19 @@ def tokenise(
     cache_dir: str | Path | None,
     *,
     begin: tuple[int, ...] = (),
+    end: tuple[int, ...] | None = None,
+    cut: Cut | None = None,
     progress: Progress | None = None,
 ) -> TokenStore:
-    """All documents of a source as one array: ``begin``, the document's ids, then the tokenizer's first end id.
+    """All documents of a source as one array: ``begin``, the document's ids, then ``end``.
 
-    Texts are encoded without special tokens; pass ``begin=(tokenizer.bos_id,)`` for a model that starts with one, and a
-    tokenizer without end ids adds none. Documents that give no ids are left out. With a ``cache_dir`` the result is
-    kept there in a folder named after the fingerprints of source, tokenizer and options, complete or not at all, and
-    the next call with the same ones maps it; damage to the folder shows in its manifest or sizes, and it is built
-    again. ``None`` keeps it in memory. ``progress`` is called with the documents and tokens so far.
+    Texts are encoded without special tokens; pass ``begin=(tokenizer.bos_id,)`` for a model that starts with one.
+    ``end`` is the tokenizer's first end id, if it has one, unless given. ``cut`` takes a text to the sentences that are
+    encoded each alone, and whose starts are kept as ``pieces``. Documents that give no ids are left out. With a
+    ``cache_dir`` the result is kept there in a folder named after the fingerprints of source, tokenizer and options,
+    complete or not at all, and the next call with the same ones maps it; damage to the folder shows in its manifest or
+    sizes, and it is built again. ``None`` keeps it in memory. ``progress`` is called with the documents and tokens so
+    far.
 
     A document above a million characters is encoded in pieces, cut after a line end between two characters that are not
     white space: the same ids for tokenizers that never merge over such a place (byte-level BPE); others may differ
@@ -125,15 +137,16 @@ def tokenise(
         source=source.fingerprint(),
         tokenizer=_tokenizer_fingerprint(tokenizer, source),
         vocab_size=tokenizer.vocab_size,
-        around=(tuple(begin), tuple(tokenizer.eos_ids[:1])),
+        around=(tuple(begin), tuple(tokenizer.eos_ids[:1]) if end is None else end),
+        cut=None if cut is None else cut.__name__,
     )
-    batches = _encoded(source, tokenizer, wanted, progress or (lambda documents, tokens: None))
+    batches = _encoded(source, tokenizer, wanted, cut, progress or (lambda documents, tokens: None))
     if cache_dir is None:
-        parts, lengths = zip(*batches, strict=True)
+        parts, lengths, pieces = zip(*batches, strict=True)
         tokens, boundaries = np.concatenate(parts), _starts(lengths)
         hashed = hashlib.blake2b(tokens.data, digest_size=16)
         hashed.update(boundaries.data)
-        return TokenStore(tokens, boundaries, hashed.hexdigest())
+        return TokenStore(tokens, boundaries, hashed.hexdigest(), None if cut is None else _starts(pieces))
     folder = Path(cache_dir) / f"tokens-{wanted.key}"
     try:
         store = _open(folder, wanted)
@@ -142,7 +155,7 @@ def tokenise(
         raise UserError(f"cannot keep tokens in '{cache_dir}': {error.strerror or error}") from error
 
 
-def _build(folder: Path, wanted: Manifest, batches: Iterator[tuple[np.ndarray, list[int]]]) -> TokenStore:
+def _build(folder: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> TokenStore:
     """Write beside, then rename: at every moment the folder is absent or whole."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for old in folder.parent.glob(f".{folder.name}-*"):
@@ -166,22 +179,26 @@ def _build(folder: Path, wanted: Manifest, batches: Iterator[tuple[np.ndarray, l
     return store
 
 
-def _write(beside: Path, wanted: Manifest, batches: Iterator[tuple[np.ndarray, list[int]]]) -> None:
+def _write(beside: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> None:
     lengths: list[list[int]] = []
+    pieces: list[list[int]] = []
     with (beside / "tokens.bin").open("wb") as file:
         hashed = hashlib.blake2b(digest_size=16)
-        for part, batch_lengths in batches:
+        for part, batch_lengths, batch_pieces in batches:
             lengths.append(batch_lengths)
+            pieces.append(batch_pieces)
             hashed.update(part.data)
             file.write(part.data)
         file.flush()
         os.fsync(file.fileno())
     boundaries = _starts(lengths)
     hashed.update(boundaries.data)
-    with (beside / "boundaries.npy").open("wb") as file:
-        np.save(file, boundaries)
-        file.flush()
-        os.fsync(file.fileno())
+    starts = {"boundaries": boundaries} | ({} if wanted.cut is None else {"pieces": _starts(pieces)})
+    for name, array in starts.items():
+        with (beside / f"{name}.npy").open("wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
     done = msgspec.structs.replace(
         wanted,
         n_tokens=sum(map(sum, lengths)),
@@ -201,29 +218,41 @@ def _open(folder: Path, wanted: Manifest) -> TokenStore | None:
         if found.key != wanted.key:
             return None
         boundaries = np.load(folder / "boundaries.npy", allow_pickle=False)
+        pieces = None if wanted.cut is None else np.load(folder / "pieces.npy", allow_pickle=False)
         size = (folder / "tokens.bin").stat().st_size
     except (OSError, ValueError, EOFError):  # msgspec's errors are ValueErrors, numpy's either of the two
         return None
     if len(boundaries) != found.n_documents or size != found.n_tokens * found.dtype.itemsize:
         return None
     tokens = np.memmap(folder / "tokens.bin", dtype=found.dtype, mode="r", shape=(found.n_tokens,))
-    return TokenStore(tokens, boundaries, found.fingerprint)
+    return TokenStore(tokens, boundaries, found.fingerprint, pieces)
+
+
+class _Encoded(NamedTuple):
+    """A batch of documents: the ids of all, the number of ids of each document, and of each piece."""
+
+    ids: np.ndarray
+    lengths: list[int]
+    pieces: list[int]
 
 
 def _encoded(
-    source: Source, tokenizer: Tokenizer, wanted: Manifest, progress: Progress
-) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Batches of documents as ``(ids of all, number of ids of each)``, with the ids around each document added."""
+    source: Source, tokenizer: Tokenizer, wanted: Manifest, cut: Cut | None, progress: Progress
+) -> Iterator[_Encoded]:
+    """Batches of documents, with the ids around each document added (to its first and its last piece)."""
     before, after = map(list, wanted.around)
     n_documents = n_tokens = 0
     for batch in _batched(source.documents()):
-        pieces = [list(_pieces(document.text)) for document in batch]
+        pieces = [list((cut or _pieces)(document.text)) for document in batch]
         encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(pieces)), special=False))
-        rows = []
+        rows: list[list[int]] = []
+        lengths: list[int] = []
         for document_pieces in pieces:
-            ids = list(itertools.chain.from_iterable(itertools.islice(encoded, len(document_pieces))))
-            if ids:
-                rows.append([*before, *ids, *after])
+            found = [ids for ids in itertools.islice(encoded, len(document_pieces)) if ids]
+            if found:
+                rows.append([*before, *itertools.chain.from_iterable(found), *after])
+                found[0], found[-1] = [*before, *found[0]], [*found[-1], *after]
+                lengths += map(len, found) if len(found) > 1 else [len(rows[-1])]
         if not rows:
             continue
         flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
@@ -232,7 +261,7 @@ def _encoded(
                 raise UserError(f"the tokenizer gave the id {worst}, outside its vocab_size of {wanted.vocab_size}")
         n_documents, n_tokens = n_documents + len(rows), n_tokens + len(flat)
         progress(n_documents, n_tokens)
-        yield flat.astype(wanted.dtype), [len(row) for row in rows]
+        yield _Encoded(flat.astype(wanted.dtype), [len(row) for row in rows], lengths)
     if not n_documents:
         raise UserError("the tokenizer gave no ids for any document of the data")
 

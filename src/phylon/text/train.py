@@ -55,7 +55,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, specials: Sequence[str] 
     backend.train_from_iterator(source, trainer)
     source.require()
     first = 0 if specials else None
-    eos, pad = (backend.token_to_id(name) if name in specials else first for name in ("</s>", "<pad>"))
+    named = {name: backend.token_to_id(name) for name in specials}
+    eos, pad = named.get("</s>", first), named.get("<pad>", named.get("[PAD]", first))
     return Tokenizer(backend, bos_id=first, eos_ids=() if eos is None else (eos,), pad_id=pad)
 
 

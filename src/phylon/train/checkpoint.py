@@ -26,10 +26,18 @@ FORMAT = 1
 PREFIX = "step-"
 
 
+class Best(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The step and the value of the best evaluation so far."""
+
+    step: int
+    value: float
+
+
 class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a run is. ``total``: planned updates; ``replan``: when to measure next; ``seconds``: time spent training.
 
     ``limit``: the seconds that a timed run may take in all.
+    ``best``: the best evaluation, by ``run.best``; a checkpoint of that step is kept.
     ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
     """
 
@@ -41,6 +49,7 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     limit: float | None = None
     skipped: int = 0
     skipped_in_row: int = 0
+    best: Best | None = None
     spikes: SpikeState = msgspec.field(default_factory=SpikeState)
     loss_scale: LossScale | None = None
 
@@ -110,7 +119,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
     """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune.
 
     The newest ``keep`` stay, and always the newest good one: written when no step had just been skipped, at least
-    ``margin`` steps before this one. Those of later steps, which a roll-back has given up, go.
+    ``margin`` steps before this one; and the best one. Those of later steps, which a roll-back has given up, go.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
@@ -134,7 +143,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
             shutil.rmtree(beside, ignore_errors=True)
         _sync_folder(folder)
         _point_at(folder, target.name)
-        _prune(folder, target, keep, margin)
+        _prune(folder, target, keep, margin, run.best)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -221,13 +230,14 @@ def _point_at(folder: Path, name: str) -> None:
     _sync_folder(folder)
 
 
-def _prune(folder: Path, new: Path, keep: int, margin: int) -> None:
+def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None) -> None:
     """Remove what need not be kept, and what a killed process left half-written."""
     found = checkpoints(folder)
     later = [path for path in found if step_of(path) > step_of(new)]
     rest = [path for path in found if path not in later]
     good = last_good(folder, step_of(new) - margin)
-    old = [path for path in rest[:-keep] if path != good]
+    kept = -1 if best is None else best.step
+    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept]
     for path in [*later, *old, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -159,8 +159,10 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
 def _cost(recipe: Recipe, source: Source | None, folder: Path, device: str) -> RowCost:
     """One and two rows of a small part of the data, on the model of the recipe."""
     most = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
-    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0, "data.max_bytes": most}
-    if "family" in recipe.model and "vocab_size" not in recipe.model:
+    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0}
+    if recipe.objective.reads_text:
+        small["data.max_bytes"] = most
+    if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = apply_overrides(recipe, small)
     prepared = prepare(

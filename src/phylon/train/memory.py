@@ -9,8 +9,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def keep_freed_memory() -> bool:
     """Tell glibc to keep what is freed, for this process from now on; whether it was told.
 
-    By default every large tensor is mapped afresh and its pages are zeroed by the kernel one by one at their first
-    touch, at a tenth of the memory's speed. The same as ``MALLOC_MMAP_THRESHOLD_`` and ``MALLOC_TRIM_THRESHOLD_`` in the
+    By default every large tensor is mapped afresh, and the system zeroes its pages one by one at their first touch, at
+    a tenth of the memory's speed. The same as ``MALLOC_MMAP_THRESHOLD_`` and ``MALLOC_TRIM_THRESHOLD_`` in the
     environment; the process then stays as large as it once was.
     """
     if not sys.platform.startswith("linux"):

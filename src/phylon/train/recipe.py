@@ -77,7 +77,10 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
     weights, "fp16" the same with a scaled loss (GPUs), "auto" is bf16 where the machine computes it in hardware.
     ``eval_every``, ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds
-    the held-out rows of one evaluation; ``keep``: checkpoints kept, besides the last good one. ``watch_every``: steps
+    the held-out rows of one evaluation. ``epochs``: passes over the data, which say how many ``steps`` there are, with
+    an evaluation after each unless ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy",
+    "bleu", "loss", …) by which the best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of
+    so many last checkpoints. ``keep``: checkpoints kept, besides the last good one and the best. ``watch_every``: steps
     between looks into the model ("watch" in the log). ``on_spike``: what to do when the loss jumps. ``ema``: the decay
     of a running mean of the weights, which is evaluated and saved beside them. ``recompute`` = "blocks" keeps less for
     the backward pass and computes it again; ``compile`` = "blocks" uses ``torch.compile``. ``parallel``: how several
@@ -86,6 +89,7 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     """
 
     steps: int = 1000
+    epochs: int | None = None
     max_minutes: float | None = None
     batch_size: int = 8
     accumulate: int = 1
@@ -96,6 +100,8 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     sample_every: int | None = None
     save_every: int | None = None
     keep: int = 2
+    best: str | None = None
+    average: int | None = None
     watch_every: int | None = 100
     on_spike: SpikePolicy | None = None
     ema: float | None = None
@@ -107,7 +113,12 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _at_least(self, 1, "steps", "batch_size", "accumulate", "keep", "threads")
         _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every", "watch_every")
+        _at_least(self, 1, "epochs", "average")
         _at_least(self, 0, "seed")
+        if self.best is not None and self.average is not None:
+            raise UserError("run.best keeps the best weights and run.average the mean of the last; choose one")
+        if self.epochs is not None and self.max_minutes is not None:
+            raise UserError("run.epochs says how long a run is, and so does run.max_minutes; choose one")
         if self.ema is not None and not 0 < self.ema < 1:
             raise UserError(f"ema is the decay of the mean, above 0 and below 1, for example 0.999; got {self.ema}")
         if self.accumulate > self.batch_size:
@@ -250,7 +261,8 @@ def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
         from phylon.train.pretrained import started_spec
 
         return started_spec(recipe.model)
-    given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
+    text = recipe.objective.reads_text and "family" in recipe.model
+    given = {"vocab_size": vocab_size} if text and vocab_size is not None else {}
     return build_spec({**given, **recipe.model})
 
 

@@ -13,6 +13,7 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, save_model
+from phylon.train.final import with_epochs
 from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
@@ -76,6 +77,7 @@ def train(
         watchers = tuple(callbacks) if world.first else ()
         prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
         loader, held_out, own_sample = prepared.feed
+        wanted = with_epochs(wanted, loader)
         trainer = Trainer(
             prepared.model,
             loader,

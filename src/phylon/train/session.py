@@ -71,6 +71,10 @@ class Session:
         self.held_out, self.sample = held_out, sample
         self.device = model.device
         self.precision = resolve_precision(run.precision, self.device)
+        if run.best is not None and held_out is None:
+            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
+        if world.size > 1 and self.objective.whole_batch:
+            raise UserError("this objective needs its batch whole, and several processes would share it; start one")
         native.refresh()
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)
@@ -96,6 +100,7 @@ class Session:
         self.held_out_loss: float | None = None
         self.held_out_metrics: dict[str, float] = {}
         self.samples: list[str] = []
+        self._improved = False
         self._last: dict[str, int] = {}
         self._watched = (0, 0.0)
         self._base, self._start = 0.0, time.perf_counter()
@@ -168,9 +173,9 @@ class Session:
         )
         policy = self.recipe.run.on_spike
         margin = policy.margin if isinstance(policy, RollBack) else 0
-        keep = self.recipe.run.keep
+        keep = max(self.recipe.run.keep, self.recipe.run.average or 1)
         path = self.world.from_first(lambda: save_checkpoint(self.checkpoints, checkpoint, keep, margin))
-        self._last["save"] = state.step
+        self._last["save"], self._improved = state.step, False
         self._say(f"saved {path}")
 
     def _restore(self, found: Checkpoint) -> None:

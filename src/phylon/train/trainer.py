@@ -16,6 +16,7 @@ from phylon.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
+from phylon.train.final import better, kept_weights
 from phylon.train.gradients import Found, evaluating
 from phylon.train.metrics import Record
 from phylon.train.objectives.base import Batch
@@ -80,6 +81,7 @@ class Trainer(Session):
             if self._step():
                 over = self._periodic(stop)
         self._finish()
+        self._keep()
         self._log({"kind": "end", "step": self.state.step, "seconds": self._elapsed()})
 
     def _measure_threads(self) -> None:
@@ -282,7 +284,7 @@ class Trainer(Session):
             state.total, state.replan = self.world.from_first(lambda: self._plan())
             self._log({"kind": "plan", "step": state.step, "total": state.total})
         signal, over = self.world.most([float(stop.number or 0), float(self._out_of_time())])
-        if self._due(run.save_every) or signal:
+        if self._due(run.save_every) or signal or self._improved:
             self._save()
         if signal and state.step < state.total:
             raise Interrupted(
@@ -310,11 +312,10 @@ class Trainer(Session):
             return
         started = time.perf_counter()
         found = self._measure()
-        self.held_out_loss = found["loss"]
-        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
-        record: Record = {"kind": "eval", "step": self.state.step, "loss": self.held_out_loss}
-        if self.held_out_metrics:
-            record["metrics"] = self.held_out_metrics
+        record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
+        if self.recipe.run.best is not None and self.state.step:  # there is no checkpoint of step 0
+            best = better(self.recipe.run.best, found, self.state.best, self.state.step)
+            self.state.best, self._improved = best or self.state.best, best is not None
         if self.ema is not None and self.ema.updates:
             with self.ema.swapped():
                 averaged = self._measure()
@@ -324,6 +325,22 @@ class Trainer(Session):
         self._last["eval"] = self.state.step
         self._took("eval", started)
         self._log(record | {"tokens": self.state.tokens})
+
+    def _keep(self) -> None:
+        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
+        kept = self.world.from_first(lambda: kept_weights(self.recipe, self.state, self.checkpoints))
+        if kept is None:
+            return
+        self.parallel.load_model(kept.tensors)
+        self._say(kept.what)
+        found = {} if self.held_out is None else self._held(self._measure())
+        self._log({"kind": "kept", "step": self.state.step, "what": kept.what, **found})
+
+    def _held(self, found: dict[str, float]) -> Record:
+        """Remember an evaluation; what the log says of it."""
+        self.held_out_loss = found["loss"]
+        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
+        return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
 
     def _measure(self) -> dict[str, float]:
         assert self.held_out is not None

@@ -9,7 +9,7 @@ from phylon.layers.heads.pools import First, Last, Mean
 from phylon.layers.norms import LayerNorm
 from phylon.layers.part import Linear, Part
 from phylon.ops.activation import ACTIVATIONS, check_activation
-from phylon.ops.loss import Loss, Targets, cross_entropy, linear_cross_entropy
+from phylon.ops.loss import IGNORE, Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism, Norm, Pool
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
@@ -107,13 +107,14 @@ class ClassifyModule(Part):
             x = ACTIVATIONS[self.spec.activation or ""](self.dense(x))
         return self.proj(dropped(x, self.spec.dropout, self.training))
 
-    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+    def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         scores = self(hidden, ctx)
         if targets.shape != scores.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, scores {tuple(scores.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.n_classes:
             raise UserError(f"class {int(targets.max())} is out of range: the head has {self.spec.n_classes}")
-        return cross_entropy(scores, targets)
+        return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights, z_loss=z_loss)
 
 
 class PooledModule(Part):
@@ -177,6 +178,10 @@ class MaskedLMModule(Part):
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
             raise UserError(f"target id {int(targets.max())} is out of range: the head has {self.spec.vocab_size}")
+        # About one token in seven is asked for; the others need no scores.
+        asked = targets != IGNORE
+        weights = None if weights is None else weights[asked]
+        hidden, targets = hidden[asked], targets[asked]
         return linear_cross_entropy(
             self.transform(hidden),
             self.proj.weight,

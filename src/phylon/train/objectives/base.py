@@ -76,6 +76,9 @@ class Objective(Slot):
     reads_text: ClassVar[bool] = True
     """Whether the data are turned into token ids, which takes a tokenizer."""
 
+    whole_batch: ClassVar[bool] = False
+    """Whether the loss of a batch is not that of its parts: nothing may share it then (see ``check``)."""
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
 
@@ -127,10 +130,8 @@ class Objective(Slot):
         The trainer divides by the main count (``divisor``) after the last part.
         """
         weights, divided = self.weights(), divisor(counts)
-        terms = [
-            loss.sum * (weights.get(name, 1.0) * (divided / (counts[name] or 1.0))) if number else loss.sum
-            for number, (name, loss) in enumerate(losses.items())
-        ]
+        factors = [weights.get(name, 1.0) * (divided / (counts[name] or 1.0)) for name in losses]
+        terms = [loss.sum if f == 1 else loss.sum * f for f, loss in zip(factors, losses.values(), strict=True)]
         return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
     def total(self, means: Mapping[str, float]) -> float:
@@ -174,6 +175,23 @@ def divisor(counts: Mapping[str, float]) -> float:
 def n_targets(targets: Tensor) -> int:
     """How many targets are not ignored."""
     return int((targets != IGNORE).sum())
+
+
+def right(guesses: Tensor, targets: Tensor) -> Loss:
+    """How many guesses are right, of how many, for ``Objective.measure``; -100 is not asked."""
+    asked = targets != IGNORE
+    return Loss(((guesses == targets) & asked).sum(), asked.sum())
+
+
+def need_tokens(tokenizer: Tokenizer, what: str, *names: str) -> None:
+    """Refuse a vocabulary without these special tokens, by BERT's and T5's names of their roles."""
+    ids = {"[MASK]": tokenizer.mask_id, "[CLS]": tokenizer.cls_id, "[SEP]": tokenizer.sep_id}
+    ids |= {"[PAD]": tokenizer.pad_id, "<pad>": tokenizer.pad_id, "</s>": next(iter(tokenizer.eos_ids), None)}
+    if lacking := [name for name in names if ids[name] is None]:
+        raise UserError(
+            f"{what} needs {', '.join(names)}, and this vocabulary has no {', '.join(lacking)}: load one that has, or "
+            'train one on the data with data.tokenizer = { kind = "wordpiece" } (or unigram, bpe)'
+        )
 
 
 def need_decoder(spec: ModelSpec, what: str) -> None:

@@ -3,9 +3,11 @@
 from functools import partial
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from phylon.data import Loader, PackedRows, Row, evaluation_batches
-from phylon.model import Model, ModelSpec
-from phylon.ops.loss import Loss
+from phylon.model import Model, ModelSpec, Output
+from phylon.ops.loss import IGNORE, Loss, Targets
 from phylon.spec.registry import register
 from phylon.train.objectives.base import Batch, Feed, Material, check_length, n_targets, need_decoder
 from phylon.train.objectives.tokens import TokenObjective, held_out_batches, token_stores
@@ -35,11 +37,21 @@ class NextToken(TokenObjective, frozen=True, kw_only=True):
         return Feed(loader, held_out_batches(rows, material, padded))
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {"lm": n_targets(batch["targets"]), **self.router_counts(batch)}
+        if "weights" in batch:
+            learned = float(batch["weights"][batch["targets"] != IGNORE].sum())
+        else:
+            learned = n_targets(batch["targets"])
+        return {"lm": learned, **self.router_counts(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        out = model(batch["tokens"], segments=batch["segments"], targets=batch["targets"], logits="none")
+        out = self.run(model, batch)
         return {"lm": next(iter(out.losses.values())), **self.router_terms(model, out)}
+
+    def run(self, model: Model, batch: Batch) -> Output:
+        targets: Tensor | Targets = batch["targets"]
+        if "weights" in batch:
+            targets = Targets(batch["targets"], batch["weights"])
+        return model(batch["tokens"], segments=batch["segments"], targets=targets, logits="none")
 
 
 register(NextToken, paper="GPT-2 report §2", cases=lambda: [NextToken(), NextToken(balance=0.01, z_loss=0.001)])

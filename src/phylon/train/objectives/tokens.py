@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phylon.data import Examples, Source, TokenStore, split_documents, tokenise
+from phylon.data import Example, Examples, Source, TokenStore, split_documents, tokenise
 from phylon.layers.ffn.routers import GroupedSigmoidRouterModule
 from phylon.model import Model, Output
-from phylon.ops.loss import Loss
+from phylon.ops.loss import IGNORE, Loss
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.train.objectives.base import Batch, Material, Objective
@@ -73,6 +73,20 @@ class TokenObjective(Mechanism, Objective, frozen=True, kw_only=True):
                 found[name] = Loss(torch.stack([term.sum for term in terms]).sum(), terms[0].count)
         return found
 
+    def run(self, model: Model, batch: Batch) -> Output:
+        """The forward pass over a batch, with its losses and without scores."""
+        raise NotImplementedError
+
+    def asked(self, batch: Batch) -> tuple[str | None, Tensor]:
+        """The head (``None``: the first) whose tokens are learned, and its targets (B, T)."""
+        return None, batch["targets"]
+
+    def token_scores(self, model: Model, out: Output, batch: Batch) -> Tensor:
+        """The scores (N, V) of the N tokens that are asked for, row by row."""
+        name, targets = self.asked(batch)
+        head = next(iter(model.heads.values())) if name is None else model.heads[name]
+        return head(out.hidden[targets != IGNORE], None)
+
     def after_step(self, model: Model) -> None:
         if self.bias_rate:
             for module in model.modules():
@@ -88,12 +102,15 @@ def _read_by(batch: Batch) -> dict[str, Tensor]:
     return {"decoder": batch["segments"], "encoder": batch.get("source_segments", batch["segments"])}
 
 
-def token_stores(material: Material, row: int) -> tuple[TokenStore, TokenStore | None]:
+def token_stores(
+    material: Material, row: int, end: tuple[int, ...] | None = None
+) -> tuple[TokenStore, TokenStore | None]:
     """The training and the held-out tokens, kept in ``material.folder``; rows take ``row`` tokens."""
     data = material.recipe.data
     material.say("tokenising the data")
-    store = tokenise(material.training, material.text, material.folder)
-    held = None if material.held_out is None else tokenise(material.held_out, material.text, material.folder)
+    store = tokenise(material.training, material.text, material.folder, end=end)
+    held = material.held_out
+    held = None if held is None else tokenise(held, material.text, material.folder, end=end)
     if held is None and data.held_out:
         store, held = _cut(store, row, data.held_out)
     material.say(
@@ -124,6 +141,37 @@ def held_out_batches(
     return lambda: batches(chosen, min(EVAL_BATCH_ROWS, len(chosen)))
 
 
+def hold_out_end(examples: Examples, share: float) -> tuple[Examples, Examples]:
+    """The last ``share`` of the examples, at least one, held out; at least one stays."""
+    held = max(1, int(len(examples) * share))
+    if held >= len(examples):
+        raise UserError(
+            f"the data give {len(examples)} rows, too few to hold out {held} of them and train on the rest; "
+            "set data.held_out=0, lower data.seq_len, or give more text"
+        )
+    left = len(examples) - held
+    return Section(examples, 0, left), Section(examples, left, len(examples))
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The examples from ``start`` to ``stop``."""
+
+    examples: Examples
+    start: int
+    stop: int
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.examples.fingerprint}-{self.start}-{self.stop}"
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def example(self, index: int, epoch: int) -> Example:
+        return self.examples.example(self.start + index, epoch)
+
+
 @dataclass(frozen=True, slots=True)
 class Spread:
     """``count`` of the examples at equal distances."""
@@ -138,5 +186,5 @@ class Spread:
     def __len__(self) -> int:
         return self.count
 
-    def example(self, index: int, epoch: int):
+    def example(self, index: int, epoch: int) -> Example:
         return self.examples.example(index * len(self.examples) // self.count, epoch)

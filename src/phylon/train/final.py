@@ -1,0 +1,61 @@
+"""Which weights a run leaves: the last ones, the best of its evaluations, or the mean of its last checkpoints."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from phylon.data import Batches
+from phylon.spec.errors import UserError, did_you_mean
+from phylon.train.average import average_checkpoints
+from phylon.train.checkpoint import Best, RunState, checkpoints, load_checkpoint, step_of
+from phylon.train.recipe import Recipe
+
+SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity")
+
+
+def with_epochs(recipe: Recipe, loader: Batches) -> Recipe:
+    """The recipe with its ``epochs`` as steps, and an evaluation after each where none is asked for."""
+    run = recipe.run
+    if run.epochs is None:
+        return recipe
+    steps = getattr(loader, "steps_per_epoch", None)
+    if steps is None:
+        raise UserError("these data have no end, so run.epochs says nothing; give run.steps")
+    every = steps if run.eval_every is None else run.eval_every
+    return recipe.replace(run=run.replace(steps=run.epochs * steps, eval_every=every))
+
+
+def better(name: str, metrics: Mapping[str, float], before: Best | None, step: int) -> Best | None:
+    """The best evaluation so far, if this one is it; a tie stays with the earlier one."""
+    if name not in metrics:
+        raise UserError(f"run.best names no metric of this objective: '{name}'{did_you_mean(name, metrics)}")
+    value = metrics[name]
+    if not math.isfinite(value):
+        return None
+    sign = -1 if name.rpartition(".")[2] in SMALLER_IS_BETTER else 1
+    return Best(step=step, value=value) if before is None or sign * value > sign * before.value else None
+
+
+class Kept(NamedTuple):
+    """The weights a run leaves where they are not its last ones, and what to say of them."""
+
+    tensors: dict[str, Tensor]
+    what: str
+
+
+def kept_weights(recipe: Recipe, state: RunState, folder: Path) -> Kept | None:
+    """What ``run.best`` or ``run.average`` keep of the checkpoints in ``folder``; ``None`` for the last weights."""
+    best = state.best
+    if recipe.run.average is not None:
+        tensors, used = average_checkpoints(folder, recipe.run.average)
+        return Kept(tensors, f"the model is the mean of {', '.join(path.name for path in used)}")
+    if recipe.run.best is None or best is None or best.step == state.step:
+        return None
+    found = [path for path in checkpoints(folder) if step_of(path) == best.step]
+    if not found:
+        raise UserError(f"the best weights, those of step {best.step}, are no longer in {folder}; train again")
+    what = f"the model is that of step {best.step}, the best by {recipe.run.best}: {best.value:.4f}"
+    return Kept(load_checkpoint(found[-1]).model, what)
