@@ -127,8 +127,9 @@ class AdamWOptimizer:
                     self._update(name, p, lr, scale)
             return self.drop()
         named = {name: p for name, p in self.trained.items() if p.grad is not None}
-        if scale != 1.0 and named:
-            torch._foreach_mul_([p.grad for p in named.values()], scale)
+        grads = [p.grad for p in named.values() if p.grad is not None]
+        if scale != 1.0 and grads:
+            torch._foreach_mul_(grads, scale)
         by_decay: dict[float, list[str]] = {}
         for name, p in named.items():
             by_decay.setdefault(self.spec.decay_of(name, p), []).append(name)
