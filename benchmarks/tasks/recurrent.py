@@ -9,6 +9,8 @@ Trained on the very batches of a Transformer's run (its tokenizer, pairs, split,
 import argparse
 import json
 import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,8 +18,10 @@ from torch import Tensor, nn
 
 from phylon.ops.loss import IGNORE, cross_entropy
 from phylon.spec.registry import build
+from phylon.text import Tokenizer
 from phylon.train import InverseSqrt, load_recipe
 from phylon.train.measures import bleu
+from phylon.train.objectives.translation import Translation
 from phylon.train.prepare import check, prepare
 from phylon.train.rng import seed_all
 
@@ -97,36 +101,49 @@ class Bahdanau(nn.Module):
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("run", type=Path)
-    options.add_argument("--seconds", type=float, required=True, help="CPU time of training")
+    options.add_argument("--seconds", type=float, nargs="+", required=True, help="CPU time of training at each BLEU")
     options.add_argument("--width", type=int, default=128)
     options.add_argument("--lr", type=float, default=2e-3)
     options.add_argument("--rows", type=int, default=None, help="held-out pairs of the BLEU")
     given = options.parse_args()
     recipe = load_recipe(given.run / "recipe.toml", {"run.eval_rows": given.rows})
     torch.set_num_threads(1)
-    prepared = prepare(recipe, given.run, check(recipe, None, "cpu"), "cpu", print, lambda _: None, resume=True)
+    prepared = prepare(
+        recipe, given.run, check(recipe, None, "cpu"), "cpu", print, lambda _: None, resume=True, kept=True
+    )
     tokenizer, feed, objective = prepared.tokenizer, prepared.feed, recipe.objective
     seed_all(recipe.run.seed)
     model = Bahdanau(tokenizer.vocab_size, given.width, dropout=0.1)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     optimizer = build(recipe.optim.replace(lr=given.lr), model.named_parameters())
-    schedule, started, step, shown = InverseSqrt(warmup=300), time.process_time(), 0, []
-    while (spent := time.process_time() - started) < given.seconds:
-        batch = feed.loader.batch(step)
-        loss = cross_entropy(model(batch), batch["targets"], label_smoothing=objective.label_smoothing)
-        loss.sum.backward()
-        count = int(loss.count)
-        norm = optimizer.norm(count).value
-        optimizer.step(given.lr * schedule.ratio(step, 1), min(1.0, 1.0 / norm) / count)
-        shown.append(float(loss.mean.detach()))
-        step += 1
-        if step % 100 == 0:
-            print(f"step {step}, {spent:.0f} s: loss {sum(shown) / len(shown):.3f}", flush=True)
-            shown = []
+    schedule, clock, step, shown = InverseSqrt(warmup=300), Clock(), 0, []
+    for until in sorted(given.seconds):
+        model.train()
+        while (spent := clock.spent()) < until:
+            batch = feed.loader.batch(step)
+            loss = cross_entropy(model(batch), batch["targets"], label_smoothing=objective.label_smoothing)
+            loss.sum.backward()
+            count = int(loss.count)
+            norm = optimizer.norm(count).value
+            optimizer.step(given.lr * schedule.ratio(step, 1), min(1.0, 1.0 / norm) / count)
+            shown.append(float(loss.mean.detach()))
+            step += 1
+            if step % 100 == 0:
+                print(f"step {step}, {spent:.0f} s: loss {sum(shown) / len(shown):.3f}", flush=True)
+                shown = []
+        with clock.stopped():
+            result = measure(model, feed.held_out(), tokenizer, objective)
+        print(json.dumps({"steps": step, "cpu_seconds": spent} | result), flush=True)
+
+
+def measure(
+    model: Bahdanau, batches: Iterable[dict[str, Tensor]], tokenizer: Tokenizer, objective: Translation
+) -> dict:
+    """BLEU of the beam search, and the loss without smoothing."""
     model.eval()
     said, right, nll, n = [], [], 0.0, 0
     start, eos = objective.generation(tokenizer).decoder_start_id, tokenizer.eos_ids[0]
-    for batch in feed.held_out():
+    for batch in batches:
         with torch.inference_mode():
             loss = cross_entropy(model(batch), batch["targets"])
         nll, n = nll + float(loss.sum), n + int(loss.count)
@@ -137,10 +154,24 @@ def main() -> None:
             said.append(tokenizer.decode(found, skip_special=True).strip())
             right.append(tokenizer.decode(target, skip_special=True).strip())
     score, signature = bleu(said, right)
-    result = {"bleu": score, "nll": nll / n, "pairs": len(said), "steps": step, "cpu_seconds": spent}
-    print(json.dumps(result | {"signature": signature}))
-    for pair in list(zip(said, right, strict=True))[:: max(1, len(said) // 6)]:
-        print(*pair, sep="   |   ")
+    shown = [" | ".join(pair) for pair in zip(said, right, strict=True)][:: max(1, len(said) // 4)]
+    return {"bleu": score, "nll": nll / n, "pairs": len(said), "signature": signature, "said": shown}
+
+
+class Clock:
+    """CPU time, less what is spent on evaluation."""
+
+    def __init__(self) -> None:
+        self.start = time.process_time()
+
+    def spent(self) -> float:
+        return time.process_time() - self.start
+
+    @contextmanager
+    def stopped(self) -> Generator[None]:
+        before = time.process_time()
+        yield
+        self.start += time.process_time() - before
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Steps of several models in turn, A B A B, each in a process of its own: ``python pairs.py SIZE f32|bf16 NAME NAME …``.
+"""Steps of several models in turn, A B A B, each in its own process: ``python pairs.py SIZE f32|bf16 NAME NAME …``.
 
-Every process raises the allocator's thresholds. A round is one step of each; medians, ratios to the first name and their
-spread are printed and appended to ``pairs.jsonl`` beside this file. ``--memory`` also gives peak memory beyond weights,
-gradients and optimizer state.
+Every process raises the allocator's thresholds. A round is one step of each; medians, ratios to the first name and
+their spread are printed and appended to ``pairs.jsonl`` beside this file. ``beyond_mib`` is the peak of a process's
+resident memory less what it had before the model was built and less fp32 weights, gradients and both moments.
 """
 
 import argparse
@@ -15,25 +15,30 @@ from statistics import median, quantiles
 
 
 def worker(name: str, size: str, bf16: bool) -> None:
-    import resource
-
     import torch
-    from steps import STEPS, SIZES, raise_malloc_thresholds
+    from steps import SIZES, STEPS, raise_malloc_thresholds
 
     torch.set_num_threads(2)
     raise_malloc_thresholds()
     torch.manual_seed(0)
+    STEPS[name]("s", bf16)  # imports what is needed
+    before = resident("VmRSS")
     step = STEPS[name](size, bf16)
     step()
     rows, length = SIZES[size][5], SIZES[size][3]
     print(json.dumps({"tokens": rows * length}), flush=True)
     for line in sys.stdin:
         if line.strip() == "memory":
-            print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, flush=True)
+            print(resident("VmHWM") - before - 16 * step.parameters / 2**20, flush=True)  # type: ignore[attr-defined]
             continue
         begun = time.perf_counter()
         loss = step()
         print(json.dumps([time.perf_counter() - begun, loss]), flush=True)
+
+
+def resident(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 class Worker:
@@ -81,7 +86,7 @@ def main() -> None:
         if not workers[name].ready():
             raise SystemExit(f"{name} does not start")
     end, round_ = time.monotonic() + arguments.seconds, 0
-    while time.monotonic() < end or round_ < 4:
+    while time.monotonic() < end or round_ < 3:
         for one in workers.values():
             one.step(count=round_ > 0)
             time.sleep(0.02)
@@ -103,6 +108,7 @@ def main() -> None:
             "best_ms": round(1e3 * min(one.times), 1),
             "times_the_first": round(median(ratios), 3),
             "quartiles": [round(low, 3), round(high, 3)],
+            "beyond_mib": round(float(one.ask("memory"))),
         }
         record["cells"][name] = cell
         print(f"{name:30} {cell}")

@@ -26,7 +26,7 @@ PAIRS = [
 def records(rows: list[dict]) -> str:
     """A source that holds these records."""
     tables = ", ".join("{" + ", ".join(f"{key} = {value!r}" for key, value in row.items()) + "}" for row in rows)
-    return f'source = {{ kind = "records", records = [{tables}] }}'
+    return f'source = {{ kind = "records", rows = [{tables}] }}'
 
 
 def data(rows: list[dict], tokenizer: str = 'kind = "wordpiece", vocab_size = 60') -> str:
@@ -110,7 +110,7 @@ TASKS: dict[str, list[str]] = {
         + '[objective]\nkind = "answers"\nstride = 3\n'
     ],
     "contrastive": [
-        (bert("[]") + data([{"text": one, "pair": other} for one, other in PAIRS]) + '[objective]\nkind = "contrastive"\n')
+        bert("[]") + data([{"text": x, "pair": y} for x, y in PAIRS]) + '[objective]\nkind = "contrastive"\n'
     ],
     "image_classes": [
         VIT

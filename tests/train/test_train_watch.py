@@ -10,8 +10,10 @@ from train_toys import ToyLoader, toy_model, toy_recipe
 from phylon.train import TensorBoard, Trainer, read_metrics, write_report
 from phylon.train import ceiling as module
 from phylon.train.ceiling import ceiling_flops
-from phylon.train.trainer import Gradients, Parallel, World
+from phylon.train.gradients import Gradients
+from phylon.train.parallel import Parallel
 from phylon.train.watch import Watcher, layer_of
+from phylon.train.world import World
 
 
 @pytest.fixture(autouse=True)

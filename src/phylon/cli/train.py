@@ -87,7 +87,9 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several processes speaks
     note(f"model: {out / 'model'}, report: {out / 'report.html'}")
-    note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {_quoted(result.tokenizer, prompt or [])}")
+    if result.tokenizer is not None and result.model.decoder is not None:
+        shown = _quoted(result.tokenizer, prompt or [])
+        note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {shown}")
 
 
 def _sampler(prompts: list[str]) -> Any:

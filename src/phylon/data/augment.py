@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phylon.data.draws import Draws
 from phylon.spec.base import Spec
 from phylon.spec.errors import UserError
 
+_STREAM = 1 << 32  # keeps these draws apart from those of texts under the same seed
 
-class Prepared(Spec, frozen=True, kw_only=True):
+
+class Pixels(Spec, frozen=True, kw_only=True):
     """Pixels to what the model reads.
 
     ``size`` (height, width): images of another size are resized to it (bilinear, antialiased). ``mean`` and ``std``
@@ -61,7 +64,7 @@ class Augment(Spec, frozen=True, kw_only=True):
 
     def __call__(self, pixels: np.ndarray, seed: int, epoch: int, index: int) -> np.ndarray:
         """uint8 (C, H, W) to the same shape."""
-        down, right, mirror = draws(seed, epoch, index, 3)
+        down, right, mirror = Draws(seed, epoch, index, _STREAM).uniform(3)
         if mirror < self.flip:
             pixels = pixels[..., ::-1]
         if not self.padding:
@@ -70,15 +73,3 @@ class Augment(Spec, frozen=True, kw_only=True):
         y, x = int(down * (2 * pad + 1)), int(right * (2 * pad + 1))
         whole = np.pad(pixels, ((0, 0), (pad, pad), (pad, pad)))
         return whole[:, y : y + height, x : x + width]
-
-
-def draws(seed: int, epoch: int, index: int, n: int) -> np.ndarray:
-    """``n`` numbers of [0, 1), evenly drawn: a pure function of the arguments.
-
-    Philox under the key (seed, epoch) with the index in its counter, as far apart as 2^128 draws; NumPy promises the
-    raw bits for all its versions.
-    """
-    key = np.array([seed, epoch], dtype=np.uint64)
-    counter = np.array([0, 0, index, 1], dtype=np.uint64)
-    raw = np.random.Philox(key=key, counter=counter).random_raw(n)
-    return (raw >> np.uint64(11)).astype(np.float64) / 2**53

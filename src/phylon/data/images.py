@@ -50,7 +50,7 @@ class Images:
 class ImageFolder(Mechanism, DataSource, frozen=True, kw_only=True):
     """A folder with a folder of images for each class, which are numbered by name.
 
-    ``channels`` 1 reads every image as grey, 3 as RGB. Needs Pillow (``phylon[images]``).
+    ``channels`` 1 reads every image as grey, 3 as RGB. Needs Pillow (``phylon[data]``).
     """
 
     path: str
@@ -202,7 +202,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image as pillow
     except ImportError:
-        raise UserError("folders of images need Pillow: pip install 'phylon[images]'") from None
+        raise UserError("folders of images need Pillow: pip install 'phylon[data]'") from None
     return pillow
 
 

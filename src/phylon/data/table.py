@@ -124,19 +124,19 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
 class Records(Mechanism, DataSource, frozen=True, kw_only=True):
     """Records written in the recipe itself, named ``record:0``, ``record:1``, …; each ``repeat`` times."""
 
-    records_: tuple[dict[str, Any], ...] = msgspec.field(name="records")
+    rows: tuple[dict[str, Any], ...]
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if not self.records_ or self.repeat < 1:
-            raise UserError("records must hold at least one record, and repeat must be at least 1")
+        if not self.rows or self.repeat < 1:
+            raise UserError("rows must hold at least one record, and repeat must be at least 1")
 
     def records(self) -> Iterator[Record]:
-        for index, fields in enumerate(self.records_ * self.repeat):
+        for index, fields in enumerate(self.rows * self.repeat):
             yield Record(fields, f"record:{index}")
 
     def fingerprint(self) -> str:
-        return digest("records", self.records_, self.repeat)
+        return digest("records", self.rows, self.repeat)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -164,4 +164,4 @@ register(
     paper="none",
     cases=lambda: [Table(path="a.tsv"), Table(path="a.csv.gz", columns=("text", "label")), Table(path="a.jsonl")],
 )
-register(Records, paper="none", cases=lambda: [Records(records_=({"text": "a", "label": 1},), repeat=2)])
+register(Records, paper="none", cases=lambda: [Records(rows=({"text": "a", "label": 1},), repeat=2)])

@@ -18,6 +18,7 @@ from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
 from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
+from phylon.model.passes import lora_tensors
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
@@ -37,6 +38,10 @@ def save(
     target = Path(folder)
     if format not in ("native", "hf"):
         raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
+    if lora_tensors(model):
+        raise UserError(
+            "this model has LoRA adapters: fold them in with merge_lora, or save them alone with save_adapter"
+        )
     hf = None if format == "native" else _chosen(model, "hf")
     with new_folder(target, replace) as beside:
         if hf is None:

@@ -11,6 +11,9 @@ from phylon.spec.errors import UserError
 
 IGNORE = -100
 _CHUNK_BYTES = 44 * 2**20
+"""At most so much of the scores exists at a time."""
+_CACHE_BYTES = 8 * 2**20
+"""Scores of this size are still in a cache when they are needed again."""
 
 
 class Targets(NamedTuple):
@@ -137,16 +140,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         grads, ctx.grads = ctx.grads, None
         if grads is None:  # a second backward pass through a graph that was kept
-            _, grads = _sum_and_gradients(*ctx.saved_tensors, ctx.options, ctx.needs)
+            hidden_ND, weight_VD, bias_V, targets_N, weights_N = ctx.saved_tensors
+            _, grads = _sum_and_gradients(hidden_ND, weight_VD, bias_V, targets_N, weights_N, ctx.options, ctx.needs)
         made = tuple(_scaled(grad, grad_outputs[0], dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
         return (*made, None, None, None)
 
 
 def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """``grad * factor`` rounded once. The factor stays wide: 1 / count in bf16 would scale every gradient of the model."""
+    """``grad * factor``, rounded once. The factor stays wide: 1 / count in bf16 would scale all gradients."""
     if grad is None:
         return None
     if factor.device.type == "cpu" and float(factor) == 1:
@@ -173,8 +177,7 @@ def _sum_and_gradients(
     grad_w = torch.empty_like(weight_VD, dtype=dtype) if need_w else None
     grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
     total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
-    # Where products are made below fp32, a chunk exists a second and a third time in half the width.
-    rows = max(1, _CHUNK_BYTES // (weight_VD.shape[0] * torch.finfo(dtype).bits // 8 * (2 if low else 1)))
+    rows = _chunk_rows(weight_VD.shape, torch.finfo(dtype).bits // 8, low)
     for start in range(0, max(1, hidden_ND.shape[0]), rows):
         h_CD, part = operand(hidden_ND[start : start + rows], hidden_ND.dtype), slice(start, start + rows)
         call = ScoresCall(
@@ -200,6 +203,14 @@ def _sum_and_gradients(
             _add_product(grad_w, grad_CV.T, h_CD, first=start == 0)
         del call, grad_CV
     return total, (grad_h, grad_w, grad_b)
+
+
+def _chunk_rows(shape: torch.Size, width: int, low: bool) -> int:
+    """Tokens of a chunk: its scores should stay in a cache, but every chunk reads and writes the weights' gradient."""
+    n, d = shape
+    at_once = min(_CHUNK_BYTES, max(_CACHE_BYTES, 2 * n * d * width))
+    # Where products are made below fp32, a chunk exists a second and a third time in half the width.
+    return max(1, at_once // (n * width * (2 if low else 1)))
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

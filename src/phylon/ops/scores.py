@@ -13,9 +13,9 @@ from phylon.ops.rows import native as rows
 class ScoresCall:
     """``scores`` (C, V) in at least fp32 that a backend may overwrite; ``targets`` (C,), below 0 ignored.
 
-    The loss of a token is ``weight * (log_z - (1 - smoothing) score[target] - smoothing mean(scores) + z_loss log_z^2)``
-    with scores after ``bias`` (V,) and ``softcap``. A backend gives the sum over tokens and, where ``grad`` asks for it,
-    its gradient (C, V) with respect to the scores before both.
+    A token's loss is ``weight * (log_z - (1 - smoothing) score[target] - smoothing mean(scores) + z_loss log_z^2)``,
+    scores after ``bias`` (V,) and ``softcap``. A backend gives the sum over tokens and, where ``grad`` asks for it, its
+    gradient (C, V) with respect to the scores before both.
     """
 
     scores: Tensor

@@ -36,7 +36,8 @@ class Best(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Where a run is. ``total``: planned updates; ``replan``: when to measure next; ``seconds``: time spent training.
 
-    ``limit``: the seconds that a timed run may take in all. ``best``: the best evaluation, by ``run.best``.
+    ``limit``: the seconds that a timed run may take in all.
+    ``best``: the best evaluation, by ``run.best``; a checkpoint of that step is kept.
     ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
     """
 
@@ -118,7 +119,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
     """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune.
 
     The newest ``keep`` stay, and always the newest good one: written when no step had just been skipped, at least
-    ``margin`` steps before this one, and that of the best evaluation. Those of later steps, which a roll-back has given up, go.
+    ``margin`` steps before this one; and the best one. Those of later steps, which a roll-back has given up, go.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
@@ -142,7 +143,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
             shutil.rmtree(beside, ignore_errors=True)
         _sync_folder(folder)
         _point_at(folder, target.name)
-        _prune(folder, target, keep, margin, checkpoint.manifest.run.best)
+        _prune(folder, target, keep, margin, run.best)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -235,8 +236,8 @@ def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None) -
     later = [path for path in found if step_of(path) > step_of(new)]
     rest = [path for path in found if path not in later]
     good = last_good(folder, step_of(new) - margin)
-    kept = {good} | {path for path in rest if best is not None and step_of(path) == best.step}
-    old = [path for path in rest[:-keep] if path not in kept]
+    kept = -1 if best is None else best.step
+    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept]
     for path in [*later, *old, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
 
 from phylon.data import Batches
-from phylon.model import Model
 from phylon.spec.errors import UserError, did_you_mean
-from phylon.train.average import average_into
-from phylon.train.checkpoint import Best, checkpoints, load_checkpoint, load_model_tensors, step_of
+from phylon.train.average import average_checkpoints
+from phylon.train.checkpoint import Best, RunState, checkpoints, load_checkpoint, step_of
 from phylon.train.recipe import Recipe
 
 SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity")
@@ -37,15 +39,23 @@ def better(name: str, metrics: Mapping[str, float], before: Best | None, step: i
     return Best(step=step, value=value) if before is None or sign * value > sign * before.value else None
 
 
-def finish(model: Model, recipe: Recipe, best: Best | None, folder: Path) -> str | None:
-    """Put the weights that are to be kept into ``model``; what to say of them, ``None`` for the last ones."""
+class Kept(NamedTuple):
+    """The weights a run leaves where they are not its last ones, and what to say of them."""
+
+    tensors: dict[str, Tensor]
+    what: str
+
+
+def kept_weights(recipe: Recipe, state: RunState, folder: Path) -> Kept | None:
+    """What ``run.best`` or ``run.average`` keep of the checkpoints in ``folder``; ``None`` for the last weights."""
+    best = state.best
     if recipe.run.average is not None:
-        used = average_into(model, folder, recipe.run.average)
-        return f"the model is the mean of {', '.join(path.name for path in used)}"
-    if recipe.run.best is None or best is None:
+        tensors, used = average_checkpoints(folder, recipe.run.average)
+        return Kept(tensors, f"the model is the mean of {', '.join(path.name for path in used)}")
+    if recipe.run.best is None or best is None or best.step == state.step:
         return None
     found = [path for path in checkpoints(folder) if step_of(path) == best.step]
     if not found:
         raise UserError(f"the best weights, those of step {best.step}, are no longer in {folder}; train again")
-    load_model_tensors(model, load_checkpoint(found[-1]).model)
-    return f"the model is that of step {best.step}, the best by {recipe.run.best}: {best.value:.4f}"
+    what = f"the model is that of step {best.step}, the best by {recipe.run.best}: {best.value:.4f}"
+    return Kept(load_checkpoint(found[-1]).model, what)

@@ -10,12 +10,12 @@ from phylon.data import Source
 from phylon.model import Model, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
-from phylon.train.memory import RowCost, free_bytes, in_words, row_cost
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
-from phylon.train.pretrained import apply_tune, start_tokenizer
+from phylon.train.pretrained import apply_tune
 from phylon.train.recipe import Recipe, apply_overrides, model_spec
 from phylon.train.vocabulary import Loaded
 from phylon.train.watch import training_flops_per_token
@@ -159,8 +159,10 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
 def _cost(recipe: Recipe, source: Source | None, folder: Path, device: str) -> RowCost:
     """One and two rows of a small part of the data, on the model of the recipe."""
     most = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
-    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0, "data.max_bytes": most}
-    if "family" in recipe.model and "vocab_size" not in recipe.model:
+    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0}
+    if recipe.objective.reads_text:
+        small["data.max_bytes"] = most
+    if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = apply_overrides(recipe, small)
     prepared = prepare(
@@ -191,9 +193,7 @@ def _as_recipe_says(model: Model, recipe: Recipe) -> None:
 def _vocabulary(recipe: Recipe) -> int:
     """The size of the vocabulary as far as it is known before the data are read."""
     tokenizer = recipe.data.tokenizer
-    if "from" in recipe.model and not isinstance(tokenizer, Loaded):
-        return start_tokenizer(recipe.model).vocab_size
-    if isinstance(tokenizer, Loaded):
+    if isinstance(tokenizer, Loaded) and "from" not in recipe.model:  # which has a vocabulary of its own
         return tokenizer.make(lambda: iter(())).vocab_size
     return getattr(tokenizer, "vocab_size", PROVISIONAL_VOCAB)
 

@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 class MetricsFile:
     """``metrics.jsonl``: records of the kinds "step", "eval", "samples", "watch", "skipped", "rolled_back", "plan",
-    "resumed", "end", "kept".
+    "resumed", "kept", "end".
 
     A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
     (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "end" holds the ``seconds`` in

@@ -1,6 +1,7 @@
 """AdamW with decay groups by role, fp32 master weights, and a flat, named state."""
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
@@ -36,14 +37,21 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
     """Adam with decoupled weight decay. Loshchilov and Hutter (arXiv:1711.05101), algorithm 2.
 
     The decay goes to the weights of linear maps and to embedding tables (two dimensions or more), as in GPT-2's
-    open training codes; norm gains and biases (one dimension) are left alone. ``clip`` bounds the global gradient norm.
+    open training codes; norm gains and biases (one dimension) are left alone, and what ``undecayed`` names by path glob
+    (Mamba's ``A_log``, as in its own code). ``clip`` bounds the global gradient norm.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    undecayed: tuple[str, ...] = ("*.A_log",)
     clip: float | None = None
+
+    def decay_of(self, name: str, parameter: Tensor) -> float:
+        """The weight decay of one parameter, by its role."""
+        left_alone = parameter.ndim < 2 or any(fnmatchcase(name, glob) for glob in self.undecayed)
+        return 0.0 if left_alone else self.weight_decay
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -79,13 +87,10 @@ class AdamWOptimizer:
             name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
         }
         self.trained: dict[str, Tensor] = {**self.params, **self.masters}
-        decayed = [p for p in self.trained.values() if p.ndim >= 2]
-        plain = [p for p in self.trained.values() if p.ndim < 2]
-        groups = [
-            {"params": members, "weight_decay": decay}
-            for members, decay in ((decayed, spec.weight_decay), (plain, 0.0))
-            if members
-        ]
+        by_decay: dict[float, list[Tensor]] = {}
+        for name, p in self.trained.items():
+            by_decay.setdefault(spec.decay_of(name, p), []).append(p)
+        groups = [{"params": members, "weight_decay": decay} for decay, members in by_decay.items()]
         fused = all(p.device.type in ("cpu", "cuda", "mps") for p in self.params.values())
         self._torch = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
         self._dense = all(_is_dense(p) for p in self.params.values())
@@ -146,7 +151,7 @@ class AdamWOptimizer:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
         state["step"] += 1
-        count, decay = float(state["step"]), spec.weight_decay if p.ndim >= 2 else 0.0
+        count, decay = float(state["step"]), spec.decay_of(name, p)
         assert p.grad is not None
         param = self.params[name]
         copy = param.detach() if name in self.masters and param.dtype is torch.bfloat16 else None

@@ -23,6 +23,7 @@ class ProgressLine(Callback):
         self.loss: float | None = None
         self.speed: float | None = None
         self.held_out: float | None = None
+        self.utilisation: float | None = None
         self._bar: Progress | None = None
         self._shown = time.monotonic()
 
@@ -45,6 +46,8 @@ class ProgressLine(Callback):
             self.held_out = record["loss"]
             if not self.live:
                 self.said(f"step {record['step']}: held-out loss {record['loss']:.4f}")
+        elif kind == "watch":
+            self.utilisation = record["utilisation"]
         elif kind == "samples":
             for text in record["texts"]:
                 self.said(f"── step {record['step']} ──\n{text}")
@@ -71,6 +74,8 @@ class ProgressLine(Callback):
             parts.append(f"held-out {self.held_out:.2f}")
         if self.speed is not None:
             parts.append(f"{self.speed:,.0f} tokens/s")
+        if self.utilisation is not None:
+            parts.append(f"{100 * self.utilisation:.0f} % of the machine")
         steps, seconds = run.step - self._from[0], time.monotonic() - self._from[1]
         if steps and run.step < run.total:
             left = seconds / steps * (run.total - run.step)

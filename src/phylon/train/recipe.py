@@ -77,10 +77,10 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
     weights, "fp16" the same with a scaled loss (GPUs), "auto" is bf16 where the machine computes it in hardware.
     ``eval_every``, ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds
-    the held-out rows of one evaluation; ``epochs``: passes over the data, which say how many ``steps`` there are, with
+    the held-out rows of one evaluation. ``epochs``: passes over the data, which say how many ``steps`` there are, with
     an evaluation after each unless ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy",
     "bleu", "loss", …) by which the best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of
-    so many last checkpoints. ``keep``: checkpoints kept, besides the last good and the best one. ``watch_every``: steps
+    so many last checkpoints. ``keep``: checkpoints kept, besides the last good one and the best. ``watch_every``: steps
     between looks into the model ("watch" in the log). ``on_spike``: what to do when the loss jumps. ``ema``: the decay
     of a running mean of the weights, which is evaluated and saved beside them. ``recompute`` = "blocks" keeps less for
     the backward pass and computes it again; ``compile`` = "blocks" uses ``torch.compile``. ``parallel``: how several
@@ -261,7 +261,8 @@ def model_spec(recipe: Recipe, vocab_size: int | None) -> ModelSpec:
         from phylon.train.pretrained import started_spec
 
         return started_spec(recipe.model)
-    given = {} if vocab_size is None or "family" not in recipe.model else {"vocab_size": vocab_size}
+    text = recipe.objective.reads_text and "family" in recipe.model
+    given = {"vocab_size": vocab_size} if text and vocab_size is not None else {}
     return build_spec({**given, **recipe.model})
 
 

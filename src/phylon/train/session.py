@@ -15,7 +15,6 @@ from phylon.ops import native
 from phylon.spec import to_data
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import build
-from phylon.train.allocator import keep_freed_memory
 from phylon.train.budget import FIRST_PLAN, TimeBudget
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import (
@@ -30,6 +29,7 @@ from phylon.train.checkpoint import (
 from phylon.train.ema import Ema
 from phylon.train.gradients import Gradients
 from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.memory import keep_freed_memory
 from phylon.train.metrics import MetricsFile, NoMetrics, Record
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
@@ -63,6 +63,8 @@ class Session:
         self._threads_before = torch.get_num_threads()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self.loader, self.recipe = model, loader, recipe
         self.callbacks = callbacks if world.first else ()
         self.objective = recipe.objective
@@ -71,6 +73,8 @@ class Session:
         self.precision = resolve_precision(run.precision, self.device)
         if run.best is not None and held_out is None:
             raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
+        if world.size > 1 and self.objective.whole_batch:
+            raise UserError("this objective needs its batch whole, and several processes would share it; start one")
         native.refresh()
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)
@@ -105,8 +109,6 @@ class Session:
         except OSError as error:
             raise UserError(f"cannot write to '{self.out}': {system_reason(error)}") from None
         self.metrics = MetricsFile(self.out / "metrics.jsonl") if world.first else NoMetrics()
-        if self.device.type == "cpu":
-            keep_freed_memory()
         # Each process draws its own dropout; the first draws what one alone would.
         seed_all(run.seed + world.rank)
 
@@ -127,17 +129,20 @@ class Session:
             self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
             self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
 
-    def whole_model(self) -> Model:
-        """The trained model on this process; with shards a new one that holds all of them (every process must ask)."""
-        if self.parallel.kind != "fsdp":
-            return self.model
-        whole = self.parallel.whole(model_tensors(self.model))
-        model = build_model(self.model.spec, dtype=self.model.dtype, device=self.device)
-        model.tokenizer, model.generation, model.family = (
-            self.model.tokenizer,
-            self.model.generation,
-            self.model.family,
-        )
+    def whole_model(self, *, averaged: bool = False) -> Model:
+        """The trained model on this process; every process must ask.
+
+        A new one where its weights are in shards, or where the mean of the weights is asked for.
+        """
+        mine = self.model
+        if self.parallel.kind != "fsdp" and not averaged:
+            return mine
+        whole = self.parallel.whole(model_tensors(mine))
+        if averaged:
+            assert self.ema is not None
+            whole |= self.parallel.whole(self.ema.means)
+        model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
+        model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)

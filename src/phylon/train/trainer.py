@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from phylon.model import Model
 from phylon.ops import native
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.ceiling import ceiling_flops
@@ -17,9 +16,9 @@ from phylon.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from phylon.train.final import better, finish
+from phylon.train.final import better, kept_weights
 from phylon.train.gradients import Found, evaluating
-from phylon.train.metrics import MetricsFile, Record
+from phylon.train.metrics import Record
 from phylon.train.objectives.base import Batch
 from phylon.train.rng import random_state_kept
 from phylon.train.session import Session
@@ -82,6 +81,7 @@ class Trainer(Session):
             if self._step():
                 over = self._periodic(stop)
         self._finish()
+        self._keep()
         self._log({"kind": "end", "step": self.state.step, "seconds": self._elapsed()})
 
     def _measure_threads(self) -> None:
@@ -185,8 +185,9 @@ class Trainer(Session):
     def _ratio(self) -> float:
         """The share of the peak rate at this step; less for a while after a roll-back."""
         policy = self.recipe.run.on_spike
-        slowly = isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until
-        return self._scheduled() * (policy.slow if slowly and isinstance(policy, RollBack) else 1.0)
+        if isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until:
+            return self._scheduled() * policy.slow
+        return self._scheduled()
 
     def _scheduled(self) -> float:
         schedule, total = self.recipe.schedule, self.state.total
@@ -305,19 +306,6 @@ class Trainer(Session):
         if self._last.get("samples") != self.state.step:
             self._sample()
 
-    def keep(self, model: Model) -> None:
-        """Put the weights that the recipe keeps into ``model``, and measure them where they are not the last ones."""
-        said = finish(model, self.recipe, self.state.best, self.checkpoints)
-        if said is None or (self.state.best is not None and self.state.best.step == self.state.step):
-            return
-        self._say(said)
-        if self.held_out is None or model is not self.model:
-            return
-        found = self._measure()
-        self.metrics = MetricsFile(self.metrics.path)
-        self._log({"kind": "kept", "step": self.state.step, "what": said, **self._held(found)})
-        self.metrics.close()
-
     def _evaluate(self) -> None:
         """What the objective measures on the held-out examples; the mean of the weights, if there is one, as well."""
         if self.held_out is None:
@@ -325,7 +313,7 @@ class Trainer(Session):
         started = time.perf_counter()
         found = self._measure()
         record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
-        if self.recipe.run.best is not None:
+        if self.recipe.run.best is not None and self.state.step:  # there is no checkpoint of step 0
             best = better(self.recipe.run.best, found, self.state.best, self.state.step)
             self.state.best, self._improved = best or self.state.best, best is not None
         if self.ema is not None and self.ema.updates:
@@ -338,16 +326,26 @@ class Trainer(Session):
         self._took("eval", started)
         self._log(record | {"tokens": self.state.tokens})
 
-    def _measure(self) -> dict[str, float]:
-        assert self.held_out is not None
-        with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
-            return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
+    def _keep(self) -> None:
+        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
+        kept = self.world.from_first(lambda: kept_weights(self.recipe, self.state, self.checkpoints))
+        if kept is None:
+            return
+        self.parallel.load_model(kept.tensors)
+        self._say(kept.what)
+        found = {} if self.held_out is None else self._held(self._measure())
+        self._log({"kind": "kept", "step": self.state.step, "what": kept.what, **found})
 
     def _held(self, found: dict[str, float]) -> Record:
         """Remember an evaluation; what the log says of it."""
         self.held_out_loss = found["loss"]
         self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
         return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
+
+    def _measure(self) -> dict[str, float]:
+        assert self.held_out is not None
+        with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
+            return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""

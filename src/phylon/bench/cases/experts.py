@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -89,9 +90,8 @@ def _step(
 
 
 def _mixtral(ids: Tensor, bf16: bool) -> Callable[[], Tensor]:
-    from transformers import MixtralConfig, MixtralForCausalLM  # type: ignore[import-not-found]
-
-    config = MixtralConfig(
+    transformers = import_module("transformers")  # a peer, where it is installed: the library itself never needs it
+    config = transformers.MixtralConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
         intermediate_size=D_FF,
@@ -102,7 +102,7 @@ def _mixtral(ids: Tensor, bf16: bool) -> Callable[[], Tensor]:
         num_experts_per_tok=TOP,
         use_cache=False,
     )
-    model = MixtralForCausalLM(config).train()
+    model = transformers.MixtralForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
 
     def step() -> Tensor:

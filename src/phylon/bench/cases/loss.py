@@ -16,7 +16,7 @@ VOCAB, WIDTH = 50257, 768
 
 @case("loss")
 def loss() -> Iterator[Planned]:
-    """Linear + cross-entropy forward and backward, width 768, vocabulary 50,257, by tokens and dtype (bf16: autocast)."""
+    """Linear + cross-entropy, forward and backward, width 768, vocabulary 50,257, by tokens and dtype."""
     for n, dtype in product((1024, 2048, 4096), ("f32", "bf16")):
         key: Key = {"n": n, "dtype": dtype}
         yield Planned(key, partial(_cell, n, dtype == "bf16"))

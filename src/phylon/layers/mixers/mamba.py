@@ -23,7 +23,7 @@ from phylon.layers.norms import RMSNorm
 from phylon.layers.part import InitContext, Linear, Part
 from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
-from phylon.ops.scan import causal_conv, selective_scan
+from phylon.ops.scan import StepCall, causal_conv, mamba_step, selective_scan
 from phylon.spec.base import Mechanism, Mixer, Norm
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build, register
@@ -93,6 +93,8 @@ class MambaModule(Part):
         breaks = boundaries(ctx)
         part = None if ctx.state is None else ctx.state.parts[self.path]
         assert part is None or isinstance(part, RecurrentState)
+        if part is not None and self._steps(x, ctx):
+            return self.out_proj(self._step(x, part))
         (tail, h), (next_tail, next_h) = ((None, None),) * 2 if part is None else (part.tensors, part.spare)
         u, tail = self.conv(self.in_proj(x), tail, next_tail, ctx)
         dt, B, C = self.x_proj(u).split([self.spec.dt_rank, self.spec.d_state, self.spec.d_state], -1)
@@ -104,6 +106,36 @@ class MambaModule(Part):
         if part is not None:
             part.update(tail, h)
         return self.out_proj(self.tap(ctx, "y", y) * F.silu(self.gate_proj(x)))
+
+    def _steps(self, x: Tensor, ctx: Context) -> bool:
+        """Whether this is one plain token, of which nobody wants to see the parts, through maps that are only maps."""
+        breaks, maps = boundaries(ctx), (self.x_proj, self.dt_proj)
+        plain = x.shape[1] == 1 and breaks.resets is None and breaks.real is None and ctx.taps is None
+        return plain and self._has_step and (type(maps[0]), type(maps[1])) == (Linear, StepProjection)
+
+    @property
+    def _has_step(self) -> bool:
+        return self.spec.inner_norm is None and self.spec.activation == "silu"
+
+    def _step(self, x: Tensor, part: RecurrentState) -> Tensor:
+        call = StepCall(
+            x=self.in_proj(x),
+            z=self.gate_proj(x),
+            conv_weight=self.conv.weight,
+            conv_bias=self.conv.bias,
+            x_proj=self.x_proj.weight,
+            dt_proj=self.dt_proj.weight,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            tail=part.tensors[0],
+            state=part.tensors[1],
+            new_tail=part.spare[0],
+            new_state=part.spare[1],
+        )
+        y = mamba_step(call)
+        part.update(*part.spare)
+        return y
 
     def add_state(self, state: State, max_len: int | None) -> None:
         """The convolution's last inputs (B, W - 1, D) in the model's dtype, and h (B, D, N) in fp32."""

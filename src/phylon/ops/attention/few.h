@@ -1,5 +1,5 @@
-// Few queries over many keys, forward only: decoding. Here the keys are what costs, so each is read once, where it lies, for all
-// queries that share it; long texts are cut into parts for the threads, which are put together in order
+// Few queries over many keys, forward only: decoding. Here the keys are what costs, so each is read once, where it
+// lies, for all queries that share it; long texts are cut into parts for the threads, which are put together in order
 // (Flash-Decoding, Dao et al. 2023).
 #pragma once
 
@@ -27,9 +27,11 @@ template <class T>
 class Few {
   public:
     explicit Few(const Call& c) : c_(c), rows_(c.H / c.K * c.T), wide_(up(c.E, W)) {
-        arena().reserve(rows_ * (wide_ + PART) + 64);
+        arena().reserve((rows_ + W) * (wide_ + PART) + 64);
         q_ = arena().take(rows_ * wide_);
         s_ = arena().take(rows_ * PART);
+        room_ = arena().take(W * wide_);
+        tails_ = arena().take(W * PART);
     }
 
     // Per row: the maximum, the sum, and the weighted sum of the values (`out`, rows of up(Ev, W)).
@@ -63,22 +65,33 @@ class Few {
   private:
     // Products of all rows with all keys, W keys at a time.
     void score(int64_t b, int64_t head, int64_t first, int64_t keys) {
-        int64_t whole = c_.E / W * W;
         for (int64_t j = 0; j < keys; j += W) {
             int64_t n = std::min<int64_t>(W, keys - j);
             const T* k = c_.k.at<T>(b, first + j, head);
-            for (int64_t r = 0; r < rows_; ++r) {
-                const float* q = q_ + r * wide_;
-                Vec dot[W];
-                for (int64_t x = 0; x < W; ++x) dot[x] = Vec{};
-                for (int64_t x = 0; x < n; ++x) {
-                    const T* row = k + x * c_.k.token;
-                    for (int64_t e = 0; e < whole; e += W) dot[x] += load(row + e) * load(q + e);
-                    for (int64_t e = whole; e < c_.E; ++e) dot[x][e - whole] += widen(row[e]) * q[e];
-                }
-                store(s_ + r * PART + j, sums(dot));
+            if (n == W && c_.E == wide_) {
+                for (int64_t x = 0; x < W && j + W + x < keys; ++x) fetch(k + (W + x) * c_.k.token, wide_);
+                for (int64_t r = 0; r < rows_; ++r) store(s_ + r * PART + j, dots(k, c_.k.token, q_ + r * wide_));
+            } else {  // rows that end within a vector, or fewer of them
+                read_rows(k, c_.k.token, n, c_.E, room_, wide_);
+                for (int64_t r = 0; r < rows_; ++r) store(s_ + r * PART + j, dots(room_, wide_, q_ + r * wide_));
             }
         }
+    }
+
+    template <class U>
+    Vec dots(const U* k, int64_t stride, const float* q) const {
+        Vec sum[W] = {};
+        for (int64_t e = 0; e < wide_; e += W) {
+            Vec part = load(q + e);
+#pragma GCC unroll 16
+            for (int x = 0; x < W; ++x) sum[x] += load(k + x * stride + e) * part;
+        }
+        return sums(sum);
+    }
+
+    // The next rows into the cache: they are too far apart for the processor to see them coming.
+    static void fetch(const T* row, int64_t n) {
+        for (int64_t e = 0; e < n; e += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + e);
     }
 
     // Bias, cap and mask of one row.
@@ -95,44 +108,54 @@ class Few {
         } else {
             // Visible are the keys from t + S - T - most to t + S - T - least.
             int64_t at = t + c_.S - c_.T - first;
-            int64_t from = std::clamp<int64_t>(at - c_.most, 0, keys), to = std::clamp<int64_t>(at - c_.least + 1, from, keys);
+            int64_t from = std::clamp<int64_t>(at - c_.most, 0, keys);
+            int64_t to = std::clamp<int64_t>(at - c_.least + 1, from, keys);
             std::fill(s, s + from, -INF);
             std::fill(s + to, s + keys, -INF);
         }
     }
 
-    void mix_values(int64_t b, int64_t head, int64_t first, int64_t keys, const bool* seen, float* out) const {
-        int64_t wide = up(c_.Ev, W), whole = c_.Ev / W * W;
-        for (int64_t r = 0; r < rows_; r += 4) {
-            int64_t n = std::min<int64_t>(4, rows_ - r);
-            for (int64_t e = 0; e < c_.Ev; e += 4 * W) {
-                Vec total[4][4] = {};
-                int64_t vectors = std::min<int64_t>(4, (wide - e) / W);
-                for (int64_t j = 0; j < keys; ++j) {
-                    if (!seen[j]) continue;
-                    const T* row = c_.v.at<T>(b, first + j, head) + e;
-                    Vec v[4] = {};
-                    for (int64_t x = 0; x < vectors; ++x) {
-                        if (e + x * W < whole) {
-                            v[x] = load(row + x * W);
-                        } else {
-                            for (int64_t y = whole; y < c_.Ev; ++y) v[x][y - whole] = widen(row[y - e]);
-                        }
-                    }
-                    for (int64_t y = 0; y < n; ++y) {
-                        float p = s_[(r + y) * PART + j];
-                        for (int64_t x = 0; x < 4; ++x) total[y][x] += p * v[x];
-                    }
-                }
-                for (int64_t y = 0; y < n; ++y)
-                    for (int64_t x = 0; x < vectors; ++x) store(out + (r + y) * wide + e + x * W, total[y][x]);
+    void mix_values(int64_t b, int64_t head, int64_t first, int64_t keys, const bool* seen, float* out) {
+        int64_t r = 0;
+        for (; r + 4 <= rows_; r += 4) mix_rows<4>(b, head, first, keys, seen, r, out);
+        for (; r < rows_; ++r) mix_rows<1>(b, head, first, keys, seen, r, out);
+    }
+
+    template <int R>
+    void mix_rows(int64_t b, int64_t head, int64_t first, int64_t keys, const bool* seen, int64_t r, float* out) {
+        int64_t e = 0, wide = up(c_.Ev, W);
+        const T* v = c_.v.at<T>(b, first, head);
+        for (; e + 4 * W <= c_.Ev; e += 4 * W) mix_columns<R, 4>(v, c_.v.token, keys, seen, r, e, out + e, wide);
+        for (; e + W <= c_.Ev; e += W) mix_columns<R, 1>(v, c_.v.token, keys, seen, r, e, out + e, wide);
+        if (e == c_.Ev) return;
+        for (int64_t j = 0; j < keys; ++j)  // the end of the rows, within a vector
+            read_rows(v + j * c_.v.token + e, 0, 1, c_.Ev - e, tails_ + j * W, W);
+        mix_columns<R, 1>(tails_, W, keys, seen, r, 0, out + e, wide);
+    }
+
+    template <int R, int X, class U>
+    void mix_columns(const U* v, int64_t stride, int64_t keys, const bool* seen, int64_t r, int64_t e, float* out,
+                     int64_t wide) const {
+        Vec sum[R][X] = {};
+        for (int64_t j = 0; j < keys; ++j) {
+            const U* row = v + j * stride + e;
+            __builtin_prefetch(row + 16 * stride);
+            __builtin_prefetch(row + 16 * stride + X * W - 1);
+            if (!seen[j]) continue;
+#pragma GCC unroll 4
+            for (int x = 0; x < X; ++x) {
+                Vec value = load(row + x * W);
+#pragma GCC unroll 4
+                for (int y = 0; y < R; ++y) sum[y][x] += s_[(r + y) * PART + j] * value;
             }
         }
+        for (int y = 0; y < R; ++y)
+            for (int x = 0; x < X; ++x) store(out + (r + y) * wide + x * W, sum[y][x]);
     }
 
     const Call& c_;
     int64_t rows_, wide_;
-    float *q_, *s_;
+    float *q_, *s_, *room_, *tails_;
 };
 
 // Put the parts of one row together, the sink's share among them.
@@ -173,8 +196,8 @@ void few(const Call& c) {
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < units * rows; ++i) {
-            int64_t u = i / rows, r = i % rows, at = u * parts * rows + r;
-            unite<T>(c, u / c.K, u % c.K * (rows / c.T) + r / c.T, r % c.T, &most[at], &sum[at], &out[at * wide], parts, rows);
+            int64_t u = i / rows, r = i % rows, at = u * parts * rows + r, h = u % c.K * (rows / c.T) + r / c.T;
+            unite<T>(c, u / c.K, h, r % c.T, &most[at], &sum[at], &out[at * wide], parts, rows);
         }
     }
 }

@@ -1,10 +1,12 @@
-"""Attention in C++ for CPUs: tiles in registers and caches, forward and backward, f32 and bf16, any pattern as a tile plan.
+"""Attention in C++ for CPUs: tiles in registers and caches, both directions, f32 and bf16, any pattern as a tile plan.
 
-FlashAttention-2 (arXiv:2307.08691): no T x S tensor, the backward recomputes from the saved log-sum-exp. The sources are
-the ``.h`` files beside this one; ``native.cpp`` is the interface. bf16 is computed in f32, and rounded when it is stored.
+FlashAttention-2 (arXiv:2307.08691): no T x S tensor, the backward pass recomputes from the saved log-sum-exp. The
+sources are the ``.h`` files beside this one, ``native.cpp`` is the interface. bf16 is computed in f32 and rounded when
+it is stored.
 """
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple
@@ -46,7 +48,7 @@ class Native:
             return f"it computes float32 and bfloat16, not {str(call.q.dtype).removeprefix('torch.')}"
         if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
             return "an empty dimension"
-        if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias) and not _is_few(call):
+        if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias):
             return f"the score bias {type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
@@ -91,7 +93,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         if torch.is_grad_enabled():
             raise UserError("attention backend 'native' has no second derivative: use backend 'reference'")
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
@@ -177,7 +179,10 @@ def _view(x: Tensor) -> tuple[int, int, int, int]:
 
 def _rows(x: Tensor | None) -> tuple[int, int, int, int]:
     """Address and strides of (B, H, T, S)."""
-    return (0, 0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:3])
+    if x is None:
+        return 0, 0, 0, 0
+    batch, head, query, _ = x.stride()
+    return x.data_ptr(), batch, head, query
 
 
 def _address(x: Tensor | None) -> int:
@@ -236,7 +241,9 @@ def _checked() -> str | None:
 
 _SOURCES = ("native.cpp", "backward.h", "few.h", "forward.h", "scores.h", "layout.h", "tile.h")
 _CALL = [ctypes.c_char_p, ctypes.c_int64]
-_FUNCTIONS = {name: _CALL for name in ("attention_forward", "attention_backward", "attention_few")}
+_FUNCTIONS: dict[str, Sequence[Any]] = dict.fromkeys(
+    ("attention_forward", "attention_backward", "attention_few"), _CALL
+)
 LIBRARY = Library(
     "phylon.ops.attention.native", [Path(__file__).with_name(name) for name in _SOURCES], _FUNCTIONS, _checked
 )

@@ -106,9 +106,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         sent_MD, gates_Nk, up, down, gate, up_MF, out_MD, gate_MF = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.dtype
+        _, _, need_up, need_down, need_gate, _ = ctx.needs_input_grad
         sent_MD, up_MF, out_MD = (operand(t, dtype) for t in (sent_MD, up_MF, out_MD))
         gate_MF = None if gate_MF is None else operand(gate_MF, dtype)
         grad_MD, grad_gates = rows.combine_backward(grads[0].contiguous(), out_MD, plan.where, gates_Nk)
@@ -116,13 +117,12 @@ class _Experts(torch.autograd.Function):
         first, second = (up_MF, None) if gate_MF is None else (gate_MF, up_MF)
         made = rows.ActivationGradients(plan.activation, grad_MF, first, None, second, None, again=True)
         assert made.y is not None
-        grad_down = plan.weight_gradient(grad_MD, made.y, down)
+        grad_down = plan.weight_gradient(grad_MD, made.y, down) if need_down else None
         of_up = made.x if made.up is None else made.up
-        grad_up = plan.weight_gradient(of_up, sent_MD, up)
+        grad_up = plan.weight_gradient(of_up, sent_MD, up) if need_up else None
         grad_sent = plan.products(of_up, operand(up, dtype), transposed=False)
-        grad_gate = None
+        grad_gate = plan.weight_gradient(made.x, sent_MD, gate) if need_gate else None
         if gate is not None:
-            grad_gate = plan.weight_gradient(made.x, sent_MD, gate)
             plan.products(made.x, operand(gate, dtype), transposed=False, onto=grad_sent)
         return rows.combine(grad_sent, plan.where, None, dtype), grad_gates, grad_up, grad_down, grad_gate, None
 

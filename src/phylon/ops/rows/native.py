@@ -21,6 +21,8 @@ def refusal(*tensors: Tensor | None) -> str | None:
     """Why the kernels cannot take these tensors: the first is the large one."""
     x = tensors[0]
     assert x is not None
+    if x.numel() < FEW:
+        return "too few elements to gain anything"
     if x.device.type != "cpu":
         return f"it runs on the CPU, not on {x.device.type}"
     if torch.compiler.is_compiling():
@@ -32,7 +34,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
             return f"it takes plain tensors, not {type(tensor).__name__}"
         if tensor.dtype not in _HELD:
             return f"it takes float32 and bfloat16, not {str(tensor.dtype).removeprefix('torch.')}"
-    return "too few elements to gain anything" if x.numel() < FEW else None
+    return None
 
 
 def wide(tensor: Tensor | None) -> Tensor | None:

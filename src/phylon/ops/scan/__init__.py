@@ -13,10 +13,13 @@ from phylon.ops.scan.conv import ConvShifted
 from phylon.ops.scan.native import ConvNative, ScanNative
 from phylon.ops.scan.reference import ConvReference, ScanReference, SSDReference
 from phylon.ops.scan.ssd import SSDChunked
+from phylon.ops.scan.step import StepCall, StepComposed, StepNative
 
 dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanNative(), ScanChunked(), ScanReference()])
 ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDChunked(), SSDReference()])
 conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvNative(), ConvShifted(), ConvReference()])
+
+step_dispatch: Dispatch[StepCall] = Dispatch("step", [StepNative(), StepComposed()])
 
 
 def selective_scan(
@@ -95,6 +98,11 @@ def causal_conv(
     return _written(conv_dispatch.pick(call, backend).run(call), into)
 
 
+def mamba_step(call: StepCall, backend: str | None = None) -> Tensor:
+    """One token through the middle of a Mamba block: (B, 1, D), before the map out of it. arXiv:2312.00752, §3.4."""
+    return step_dispatch.pick(call, backend).run(call)
+
+
 def explain(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> list[Reason]:
     """Which backend would run this selective scan, and why each other one would not."""
     state = options.pop("state", None)
@@ -121,11 +129,14 @@ __all__ = [
     "ConvCall",
     "SSDCall",
     "ScanCall",
+    "StepCall",
     "causal_conv",
     "conv_dispatch",
     "dispatch",
     "explain",
+    "mamba_step",
     "selective_scan",
     "ssd_dispatch",
     "ssd_scan",
+    "step_dispatch",
 ]

@@ -58,8 +58,40 @@ inline Vec some(const float *from, int count) {
   return out;
 }
 
-inline Vec convolved(const Conv &c, int64_t row, int64_t t, int64_t channel, int count) {
+// The W inputs of one step for the channels from `channel` on: addresses of whole fp32 rows where that is what they are.
+struct Window {
+  const float *rows[8];
+  bool plain;  // all are
+};
+
+inline Window window_of(const Conv &c, int64_t row, int64_t t) {
+  Window w{};
+  w.plain = !c.x.half && !(c.tail.data && c.tail.half) && c.reach <= 8;
+  for (int64_t j = 0; j < c.reach && w.plain; j++) {
+    const int32_t index = past.of[t * c.reach + j];
+    if (index >= c.reach - 1)
+      w.rows[j] = (const float *)c.x.data + row * c.x.row + (index - (c.reach - 1)) * c.x.step;
+    else if (index >= 0)
+      w.rows[j] = (const float *)c.tail.data + row * c.tail.row + index * c.tail.step;
+    else
+      w.plain = false;  // before the document
+  }
+  return w;
+}
+
+inline Vec read(const float *from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline Vec convolved(const Conv &c, const Window &w, int64_t row, int64_t t, int64_t channel, int count) {
   Vec z = c.bias ? some(c.bias + channel, count) : Vec{};
+  if (w.plain && count == LANES) {
+    for (int64_t j = 0; j < c.reach; j++)
+      z += read(c.weight + (c.reach - 1 - j) * c.width + channel) * read(w.rows[j] + channel);
+    return z;
+  }
   for (int64_t j = 0; j < c.reach; j++)
     z += some(c.weight + (c.reach - 1 - j) * c.width + channel, count) *
          input(c, row, past.of[t * c.reach + j], channel, count);
@@ -78,11 +110,12 @@ inline void conv_forward_range(const Conv &c, const Tensor &y, const Tensor &las
   const Vec zero{};
   for (int64_t t = 0; t < c.length; t++) {
     const bool real = !c.real || c.real[row * c.length + t];
+    const Window window = real ? window_of(c, row, t) : Window{};
     for (int64_t d = range.from; d < range.to; d += LANES) {
       const int count = range.count(d);
       Vec z = zero;
       if (real) {
-        z = convolved(c, row, t, d, count);
+        z = convolved(c, window, row, t, d, count);
         if (c.silu) z *= sigmoid(z);
       }
       store_row(y, row, t, d, count, (const float *)&z);
@@ -116,6 +149,7 @@ inline void conv_backward_range(const Conv &c, const ConvGradients &grad, int64_
     const int64_t step = t >= 0 ? t : index;
     if (t < 0 && !grad.tail.data) break;
     const bool real = t < 0 || !c.real || c.real[row * c.length + t];
+    const Window window = real && t >= 0 ? window_of(c, row, t) : Window{};
     const Vec zero{};
     for (int64_t i = 0; i < blocks; i++) {
       const int64_t d = range.from + i * LANES;
@@ -128,12 +162,14 @@ inline void conv_backward_range(const Conv &c, const ConvGradients &grad, int64_
       if (t >= 0) {
         load_row(grad.y, row, t, d, count, (float *)&dz);
         if (c.silu) {
-          const Vec z = convolved(c, row, t, d, count), s = sigmoid(z);
+          const Vec z = convolved(c, window, row, t, d, count), s = sigmoid(z);
           dz *= s * (1.0f + z * (1.0f - s));
         }
         db[i] += dz;
+        const bool plain = window.plain && count == LANES;
         for (int64_t j = 0; j < W; j++)
-          dw[(W - 1 - j) * blocks + i] += dz * input(c, row, past.of[t * W + j], d, count);
+          dw[(W - 1 - j) * blocks + i] +=
+              dz * (plain ? read(window.rows[j] + d) : input(c, row, past.of[t * W + j], d, count));
       }
       ring[slot * blocks + i] = dz;
       Vec dx{};

@@ -2,3 +2,4 @@
 
 #include "conv.h"
 #include "selective.h"
+#include "step.h"

@@ -74,7 +74,7 @@ class ScanNative:
 
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, B, C = (_rows(t) for t in (call.x, call.dt, call.B, call.C))
-        A, D, h = _wide(call.A), _wide(call.D), _wide(call.state)
+        A, D, h = call.A.float().contiguous(), call.D.float().contiguous(), _wide(call.state)
         breaks = _masks(call)
         tensors = (x, dt, A, B, C, D, h)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -174,7 +174,6 @@ class _NativeScan(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, h, resets, real, starts = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
@@ -235,7 +234,6 @@ class _NativeConv(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, tail, resets, real = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
@@ -298,7 +296,7 @@ def _compare(kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict
     for backend, dtype in ((kernel, torch.float32), (reference, torch.float64)):
         leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
         outputs = backend.run(make(**leaves))
-        sum((t.double() * (1 + t.detach().double())).sum() for t in outputs).backward()
+        torch.stack([(t.double() * (1 + t.detach().double())).sum() for t in outputs]).sum().backward()
         found.append([*(t.detach() for t in outputs), *(t.grad for t in leaves.values())])
     for name, got, wanted in zip(("y", "state", *inputs), *found, strict=True):
         error = float((got.double() - wanted).abs().max() / wanted.abs().max())
@@ -309,11 +307,12 @@ def _compare(kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict
 
 LIBRARY = Library(
     __name__,
-    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h")],
+    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h")],
     {
         "scan_starts": [c_int64] * 4,
         "scan_forward": [POINTER(_Scan), POINTER(_Strided), c_void_p, c_void_p],
         "scan_backward": [POINTER(_Scan), POINTER(_ScanGradients)],
+        "mamba_step": [c_void_p],
         "conv_forward": [POINTER(_Conv), POINTER(_Strided), POINTER(_Strided)],
         "conv_backward": [POINTER(_Conv), POINTER(_ConvGradients)],
     },

@@ -76,6 +76,9 @@ class Objective(Slot):
     reads_text: ClassVar[bool] = True
     """Whether the data are turned into token ids, which takes a tokenizer."""
 
+    whole_batch: ClassVar[bool] = False
+    """Whether the loss of a batch is not that of its parts: nothing may share it then (see ``check``)."""
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
 
@@ -127,10 +130,8 @@ class Objective(Slot):
         The trainer divides by the main count (``divisor``) after the last part.
         """
         weights, divided = self.weights(), divisor(counts)
-        terms = [
-            loss.sum * (weights.get(name, 1.0) * (divided / (counts[name] or 1.0))) if number else loss.sum
-            for number, (name, loss) in enumerate(losses.items())
-        ]
+        factors = [weights.get(name, 1.0) * (divided / (counts[name] or 1.0)) for name in losses]
+        terms = [loss.sum if f == 1 else loss.sum * f for f, loss in zip(factors, losses.values(), strict=True)]
         return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
     def total(self, means: Mapping[str, float]) -> float:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
     temperature: float = 0.05
     pool: str = "mean"
 
-    whole_batch = True
+    whole_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < math.inf:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from phylon.data import Loader, Source
-from phylon.data.augment import Augment, Prepared
+from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
 from phylon.data.images import ImageArrays, ImageFolder, Images
 from phylon.data.split import held_out_names
@@ -40,7 +40,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     A batch: ``images`` float (B, C, H, W) and ``targets`` (B,).
     """
 
-    pixels: Prepared = Prepared()
+    pixels: Pixels = Pixels()
     augment: Augment | None = None
     label_smoothing: float = 0.0
     head: str = "class"
@@ -59,6 +59,8 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         source = recipe.data.source
         if not isinstance(source, ImageFolder | ImageArrays):
             raise UserError('image_classes reads images: data.source = { kind = "image_folder" | "image_arrays", … }')
+        if recipe.data.max_bytes is not None:
+            raise UserError("image_classes reads all of its images; leave data.max_bytes out")
         images = source.open()
         n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
         if len(images.classes) != n_classes:

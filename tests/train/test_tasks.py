@@ -1,0 +1,363 @@
+"""The supervised objectives: what their examples are, what their losses and metrics say, what they refuse."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from objective_toys import tiny
+from task_toys import PAIRS, TASKS
+
+from phylon.data.buckets import padded
+from phylon.generate import beam_search
+from phylon.model import build
+from phylon.spec import UserError
+from phylon.text import train_wordpiece
+from phylon.text.tokenizer import Joint
+from phylon.train import recipe_from_toml, train
+from phylon.train.measures import bleu
+from phylon.train.objectives.answers import Answers, best_span
+from phylon.train.objectives.contrastive import Contrastive, pooled
+from phylon.train.objectives.supervised import shortened
+from phylon.train.prepare import check, prepare
+
+
+def ready(folder, kind, number=0, **changes):
+    """The recipe of a tiny run with its tokenizer, batches and model."""
+    recipe = tiny(kind, number)
+    recipe = recipe.replace(objective=recipe.objective.replace(**changes)) if changes else recipe
+    source = check(recipe, None, "cpu")
+    return recipe, prepare(recipe, folder, source, "cpu", lambda _: None, lambda _: None, resume=False, kept=False)
+
+
+def refused(folder, text, message):
+    with pytest.raises(UserError, match=message):
+        train(recipe_from_toml("schema = 1\n" + text + "\n[run]\nsteps = 1\n"), out=folder, device="cpu")
+
+
+def test_a_pair_is_taught_behind_the_start_and_with_its_end(tmp_path):
+    recipe, prepared = ready(tmp_path, "translation")
+    tokenizer, model = prepared.tokenizer, prepared.model
+    start, end = model.generation.decoder_start_id, tokenizer.eos_ids[0]
+    assert (tokenizer.token(start), tokenizer.token(end)) == ("<pad>", "</s>")
+    batch, said = prepared.feed.loader.batch(0), set()
+    for row in range(len(batch["tokens"])):
+        length = int(batch["segments"][row].sum())
+        tokens, targets = batch["tokens"][row, :length].tolist(), batch["targets"][row, :length].tolist()
+        assert tokens == [start, *targets[:-1]]
+        assert targets[-1] == end
+        assert set(batch["targets"][row, length:].tolist()) <= {-100}
+        source = batch["source"][row, : int(batch["source_segments"][row].sum())].tolist()
+        said.add((tokenizer.decode(source), tokenizer.decode(targets[:-1])))
+    assert said
+    assert said <= set(PAIRS)
+    assert max(batch["tokens"].numel(), batch["source"].numel()) <= recipe.objective.max_tokens
+
+
+def test_the_translation_loss_is_smoothed_and_its_bleu_that_of_the_search(tmp_path):
+    pytest.importorskip("sacrebleu")
+    recipe, prepared = ready(tmp_path, "translation")
+    model, objective = prepared.model.eval(), recipe.objective
+    batches = list(prepared.feed.held_out())
+    with torch.no_grad():
+        found = objective.evaluate(model, batches)
+        total, smooth, count, said, right = 0.0, 0.0, 0, [], []
+        for batch in batches:
+            logits = model(batch["tokens"], segments=batch["segments"], source=batch["source"],
+                           source_segments=batch["source_segments"]).logits.flatten(0, 1)  # fmt: skip
+            loss = torch.nn.functional.cross_entropy
+            total += float(loss(logits, batch["targets"].flatten(), reduction="sum"))
+            smooth += float(loss(logits, batch["targets"].flatten(), reduction="sum", label_smoothing=0.1))
+            count += int((batch["targets"] != -100).sum())
+            for row in range(len(batch["source"])):
+                source = batch["source"][row][batch["source_segments"][row] == 1].tolist()
+                best = beam_search(model, [source], n_beams=2, max_new_tokens=len(source) + 50, length_penalty=0.6)
+                said.append(best[0][0]["text"].strip())
+                right.append(next(b for a, b in PAIRS if a == prepared.tokenizer.decode(source)))
+    assert found["loss"] == pytest.approx(smooth / count, rel=1e-5)
+    assert found["nll"] == pytest.approx(total / count, rel=1e-5)
+    assert found["bleu"] == pytest.approx(bleu(said, right)[0])
+
+
+def test_translation_learns_its_pairs_by_heart(tmp_path):
+    """Positive control: what it says after training is what it was told."""
+    pytest.importorskip("sacrebleu")
+    recipe = tiny("translation")
+    recipe = recipe.replace(
+        data=recipe.data.replace(held_out=0.0),
+        model=recipe.model | {"d_model": 32, "dropout": 0.0},
+        run=recipe.run.replace(steps=250, accumulate=1, eval_every=None),
+    )
+    model = train(recipe, out=tmp_path, device="cpu").model
+    said = [rows[0]["text"] for rows in beam_search(model, [a for a, _ in PAIRS], n_beams=2, max_new_tokens=40)]
+    assert bleu(said, [b for _, b in PAIRS])[0] > 90
+
+
+def test_what_translation_refuses(tmp_path):
+    base = TASKS["translation"][0]
+    for old, new, message in [
+        ("max_tokens = 120", "max_tokens = 20", r"max_tokens 20 is less than data.seq_len 24"),
+        ('family = "transformer2017"', 'family = "gpt2"', "translation trains an encoder-decoder"),
+        ("n_beams = 2", "n_beams = 0", "n_beams must be at least 1"),
+        ("n_beams = 2", "label_smoothing = 1.0", "label_smoothing must be at least 0 and below 1"),
+        ("n_beams = 2", 'target = "targt"', r"record:\d+: no field 'targt' \(did you mean 'target'\?\)"),
+        ("seq_len = 24", "seq_len = 2", "every one of the .* training pairs has a side above data.seq_len 2"),
+    ]:
+        assert old in base
+        refused(tmp_path, base.replace(old, new), message)
+
+
+def test_texts_are_cut_at_their_ends_and_the_longer_one_first():
+    joint = Joint(list(range(10)), [0] * 10, [None, 0, 0, 0, 0, 0, None, 1, 1, None], [(0, 0)] * 10)
+    assert shortened(joint, 10).ids == list(range(10))
+    assert shortened(joint, 8).ids == [0, 1, 2, 3, 6, 7, 8, 9]
+    assert shortened(joint, 6).ids == [0, 1, 2, 6, 7, 9]  # of two equal ones the second is cut
+    with pytest.raises(UserError, match="leaves no room"):
+        shortened(joint, 2)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_classes_are_read_as_bert_reads_them(tmp_path, number):
+    recipe, prepared = ready(tmp_path, "text_classes", number)
+    tokenizer = prepared.tokenizer
+    batch = prepared.feed.loader.batch(0)
+    rows = [(a, i % 2) for i, (a, _) in enumerate(PAIRS)] if number == 0 else [
+        ((a, b), i % 3) for i, (a, b) in enumerate(PAIRS)]  # fmt: skip
+    read = {y: [] for y in (0, 1, 2)}
+    for text, label in rows:
+        joint = tokenizer.encode_joint(*((text,) if isinstance(text, str) else text))
+        read[label].append(shortened(joint, 24).ids)
+    for row in range(len(batch["tokens"])):
+        ids = batch["tokens"][row][batch["segments"][row] == 1].tolist()
+        assert ids in read[int(batch["targets"][row])]
+    assert bool((batch["types"] == 1).any()) is (number == 1)
+    out = prepared.model.eval()(batch["tokens"], segments=batch["segments"], types=batch["types"])
+    loss = torch.nn.functional.cross_entropy(out.logits, batch["targets"], reduction="sum")
+    assert float(recipe.objective.losses(prepared.model, batch)["class"].sum) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_regression_is_a_squared_error_with_its_correlations(tmp_path):
+    recipe, prepared = ready(tmp_path, "text_scores")
+    model, objective = prepared.model.eval(), recipe.objective
+    (batch,) = prepared.feed.held_out()
+    with torch.no_grad():
+        said = model(batch["tokens"], segments=batch["segments"], types=batch["types"]).logits[:, 0]
+        found = objective.evaluate(model, [batch])
+    expected = pytest.approx(float((said - batch["targets"]).square().mean()), rel=1e-5)
+    assert found["loss"] == expected
+    assert found["mse"] == expected
+    assert -1 <= found["spearman"] <= 1
+    assert not batch["targets"].long().equal(batch["targets"])
+
+
+def test_the_first_token_of_a_word_carries_its_label(tmp_path):
+    _, prepared = ready(tmp_path, "word_classes")
+    batch = prepared.feed.loader.batch(0)
+    for row in range(len(batch["tokens"])):
+        ids = batch["tokens"][row][batch["segments"][row] == 1].tolist()
+        tokens = [prepared.tokenizer.token(i) for i in ids]
+        first = [not t.startswith("##") and not t.startswith("[") for t in tokens]
+        assert (batch["targets"][row][: len(ids)] != -100).tolist() == first
+        words = "".join(t.removeprefix("##") if t.startswith("##") else f" {t}" for t in tokens[1:-1]).split()
+        labels = batch["targets"][row][batch["targets"][row] != -100].tolist()
+        assert labels == [len(word) % 2 == 0 for word in words]  # classes by name: O is 0, X is 1; X where even
+
+
+def test_what_labels_are_refused(tmp_path):
+    base = TASKS["text_classes"][0]
+    for old, new, message in [
+        ("n_classes = 2", "n_classes = 1", r"record:\d+: the label 1 is out of range: classes are 0 to 0"),
+        ('"text_classes"', '"text_classes"\nclasses = ["a", "b"]', r"the label '\d' is none of the 2 classes"),
+        (
+            '"text_classes"',
+            '"text_classes"\nclasses = ["a"]',
+            r"1 classes \(a\) and the head 'class' 2: set its n_classes",
+        ),
+        ('heads = ["class"]', 'heads = ["pooled"]', "text_classes needs a head 'class'"),
+        ('heads = ["class"]', 'heads = ["token"]', "text_classes needs a head 'class'"),
+        ('"text_classes"', '"text_classes"\nhead = "token"', "text_classes needs a head 'token'"),
+        ('"text_classes"', '"text_scores"', "needs a head 'class' with n_classes = 1"),
+        ('"text_classes"', '"text_classes"\nlabel = "labels"', r"no field 'labels' \(did you mean 'label'\?\)"),
+    ]:
+        assert old in base
+        refused(tmp_path, base.replace(old, new), message)
+    both = base.replace('heads = ["class"]', 'heads = ["token"]')
+    refused(tmp_path, both.replace('"text_classes"', '"text_classes"\nhead = "token"'), "needs a head with a pool")
+
+
+def table(folder, rows):
+    (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f'source = {{ kind = "table", path = "{folder}/qa.jsonl" }}'
+
+
+def answer_recipe(folder, rows, seq_len=24, options=""):
+    base = TASKS["answers"][0]
+    start, end = base.index("source ="), base.index("\ntokenizer")
+    text = base[:start] + table(folder, rows) + base[end:]
+    text = text.replace("seq_len = 24", f"seq_len = {seq_len}") + options + "[run]\nsteps = 2\nbatch_size = 2\n"
+    return recipe_from_toml("schema = 1\n" + text)
+
+
+def test_an_answer_is_found_in_its_windows(tmp_path):
+    context = " ".join(f"word{i % 10}" for i in range(40))
+    at = 2 + context.index("word3")
+    rows = [{"question": "where?", "context": f"{n} {context} end", "answer": "word3", "start": at} for n in "abcdefgh"]
+    recipe = answer_recipe(tmp_path, rows)
+    recipe = recipe.replace(objective=recipe.objective.replace(stride=6))
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    seen: set[int] = set()
+    for batch in prepared.feed.held_out():
+        for row in range(len(batch["tokens"])):
+            spans = batch["spans"][row]
+            said = "".join(map(chr, batch["context"][row].tolist())).rstrip("\0")
+            first, last = batch["targets"][row].tolist()
+            inside = {tuple(s) for s in spans.tolist() if s[0] >= 0}
+            seen |= {i for s in inside for i in range(*s)}
+            assert int((batch["segments"][row] == 1).sum()) <= 24
+            if (first, last) != (0, 0):
+                assert said[int(spans[first, 0]) : int(spans[last, 1])] == "word3"
+            else:
+                at = said.index("word3")
+                assert not {at, at + 4} <= {i for s in inside for i in range(*s)}
+    assert seen >= {i for i, letter in enumerate(said) if letter != " "}, "every character is in some window"
+
+
+def test_the_best_span_lies_in_the_context_and_is_short_enough():
+    scores = torch.zeros(6, 2)
+    scores[1], scores[5] = 9.0, 9.0  # outside of the context
+    scores[2, 0], scores[4, 1], scores[2, 1] = 3.0, 2.0, 1.0
+    spans = torch.tensor([[-1, -1], [-1, -1], [0, 4], [5, 7], [8, 9], [-1, -1]])
+    assert best_span(scores, spans, 5) == (5.0, 0, 9)
+    assert best_span(scores, spans, 2) == (4.0, 0, 4)  # three tokens are too many
+    scores[0] = 7.0
+    assert best_span(scores, spans, 5)[0] == 5.0 - 14.0
+    backwards = torch.zeros(3, 2)
+    backwards[2, 0], backwards[1, 1] = 5.0, 5.0
+    assert best_span(backwards, torch.tensor([[-1, -1], [0, 1], [1, 2]]), 9)[0] == 5.0  # never end before start
+
+
+def test_answers_evaluate_as_squad_does(tmp_path):
+    """A head that is told the truth answers everything; one below the threshold says nothing."""
+    rows = [{"question": "who?", "context": f"{a} in a house", "answer": a.split()[1], "start": a.index(" ") + 1}
+            for a, _ in PAIRS]  # fmt: skip
+    rows += [{"question": "why?", "context": f"{b} oder nicht", "answer": "", "start": ""} for _, b in PAIRS]
+    recipe = answer_recipe(tmp_path, rows)
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    batches = list(prepared.feed.held_out())
+
+    class Oracle:
+        def __init__(self):
+            self.left = iter(batches)
+
+        def __call__(self, tokens, targets, **_):
+            batch = next(self.left)
+            scores = torch.zeros(*tokens.shape, 2)
+            for row, (first, last) in enumerate(batch["targets"].tolist()):
+                scores[row, first, 0] = scores[row, last, 1] = 5.0
+            loss = type("Loss", (), {"sum": torch.tensor(1.0), "count": torch.tensor(2)})
+            return type("Out", (), {"heads": {"span": scores}, "losses": {"span": loss}})
+
+    assert recipe.objective.replace(threshold=0.0).evaluate(Oracle(), batches) == {
+        "loss": 0.5, "exact_match": 1.0, "f1": 1.0
+    }  # fmt: skip
+    found = recipe.objective.replace(threshold=100.0).evaluate(Oracle(), batches)
+    shares = [int((b["targets"].sum(1) == 0).sum()) for b in batches]
+    assert found["exact_match"] == pytest.approx(sum(shares) / sum(len(b["targets"]) for b in batches))
+    assert recipe.objective.evaluate(Oracle(), batches)["exact_match"] < 1.0, "without a threshold there is always one"
+
+
+def test_the_answers_that_are_refused(tmp_path):
+    rows = [{"question": "who?", "context": "it was anna", "answer": "anna", "start": 3}]
+    with pytest.raises(UserError, match=r"qa.jsonl:1: the answer 'anna' is not at character 3; it stands at 7"):
+        train(answer_recipe(tmp_path, rows * 9, options=""), out=tmp_path / "run", device="cpu")
+    with pytest.raises(UserError, match="stride must be at least 1"):
+        Answers(stride=0)
+
+
+def test_the_contrastive_loss_by_hand():
+    left = torch.nn.functional.normalize(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]), dim=1)
+    right = torch.nn.functional.normalize(torch.tensor([[1.0, 0.2], [0.1, 1.0], [1.0, 0.2]]), dim=1)
+    objective = Contrastive(temperature=0.5)
+    scores = (left @ right.T / 0.5).tolist()
+    plain = sum(-math.log(math.exp(row[i]) / sum(map(math.exp, row))) for i, row in enumerate(scores))
+    found = objective._loss(left, right, torch.tensor([1, 2, 3]))
+    assert float(found.sum) == pytest.approx(plain, rel=1e-5)
+    assert int(found.count) == 3
+    # The first and the third second text are the same: neither is a negative of the other.
+    masked = 0.0
+    for i, row in enumerate(scores):
+        kept = [s for j, s in enumerate(row) if j == i or {i, j} != {0, 2}]
+        masked -= math.log(math.exp(row[i]) / sum(map(math.exp, kept)))
+    assert float(objective._loss(left, right, torch.tensor([1, 2, 1])).sum) == pytest.approx(masked, rel=1e-5)
+
+
+def test_pools_read_the_real_tokens():
+    hidden = torch.arange(12.0).view(2, 3, 2)
+    segments = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    assert pooled(hidden, segments, "mean").tolist() == [[1.0, 2.0], [8.0, 9.0]]
+    assert pooled(hidden, segments, "first").tolist() == [[0.0, 1.0], [6.0, 7.0]]
+    assert pooled(hidden, segments, "last").tolist() == [[2.0, 3.0], [10.0, 11.0]]
+
+
+def test_contrastive_needs_its_batch_whole(tmp_path):
+    base = TASKS["contrastive"][0]
+    for run, message in [
+        ("accumulate = 2", "compares all pairs of a batch, which parts of it cannot: set run.accumulate to 1"),
+        ("batch_size = 1", "takes its negatives from the batch"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train(recipe_from_toml(f"schema = 1\n{base}[run]\n{run}\n"), out=tmp_path, device="cpu")
+    for bad in ({"temperature": 0.0}, {"pool": "max"}):
+        with pytest.raises(UserError):
+            Contrastive(**bad)
+
+
+def test_images_are_augmented_in_training_alone_and_read_at_another_resolution(tmp_path):
+    recipe, prepared = ready(tmp_path, "image_classes")
+    loader, objective = prepared.feed.loader, recipe.objective
+    assert [list(b["images"].shape[1:]) for b in prepared.feed.held_out()] == [[1, 8, 8]]
+    n = loader.order.n_rows
+    first, second = ({int(i): loader.rows.example(int(i), e)["images"].tobytes() for i in range(n)} for e in (0, 1))
+    assert sum(first[i] != second[i] for i in range(n)) > n // 2
+    images = recipe.data.source.open()
+    for batch in prepared.feed.held_out():
+        plain = {objective.pixels(images.pixels(i)).numpy().tobytes(): images.labels[i] for i in range(len(images))}
+        for image, label in zip(batch["images"], batch["targets"].tolist(), strict=True):
+            assert plain[image.numpy().tobytes()] == label
+    big = recipe.replace(objective=objective.replace(pixels=objective.pixels.replace(size=(12, 16))))
+    assert train(big, out=tmp_path / "big", device="cpu").steps == 20
+
+
+def test_what_image_classes_refuses(tmp_path):
+    base = TASKS["image_classes"][0]
+    for old, new, message in [
+        ("n_classes = 3", "n_classes = 4", r"the data have 3 classes \(0, 1, 2\) and the head 'class' 4"),
+        ("n_channels = 1", "n_channels = 3", "the images have 1 channels and the model reads 3"),
+        ("patch_size = 4", "patch_size = 8", "steps = 1"),
+        ("augment = {", "pixels = { size = [9, 8] }\naugment = {", "images of 9 x 8 do not cut into patches of 4 x 4"),
+        ('family = "vit"', 'family = "bert"', "."),
+        ('kind = "image_arrays"', 'kind = "image_array"', r"did you mean 'image_arrays'"),
+    ]:
+        assert old in base
+        if message not in ("steps = 1", "."):
+            refused(tmp_path, base.replace(old, new), message)
+    texts = TASKS["text_classes"][0]
+    refused(tmp_path, texts.replace('"text_classes"', '"image_classes"'), "trains a model that reads images")
+    vit = base[: base.index("[data]")] + texts[texts.index("[data]") :].replace('"text_classes"', '"image_classes"')
+    refused(tmp_path, vit, "image_classes reads images")
+
+
+def test_a_span_loss_is_finite_beside_padding():
+    """Masked scores have an infinite mean, which a smoothing of 0 must not multiply."""
+    tokenizer = train_wordpiece([a for a, _ in PAIRS], 60)
+    recipe = tiny("answers")
+    from phylon.train.recipe import model_spec
+
+    model = build(model_spec(recipe, tokenizer.vocab_size), device="cpu")
+    rows = [{"tokens": np.arange(5, 5 + n), "segments": np.ones(n, np.int64)} for n in (3, 9)]
+    batch = padded(rows)
+    out = model(**batch, targets={"span": torch.tensor([[1, 2], [3, 4]])})
+    assert math.isfinite(float(out.losses["span"].sum))
