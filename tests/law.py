@@ -14,7 +14,7 @@ from torch import Tensor
 from helpers import assert_close, mechanisms
 from phylon.model import Model
 from phylon.ops.attention import dispatch
-from phylon.patterns import Records
+from phylon.patterns import Records, measured
 from phylon.spec import Mixer, UserError, entry_of
 
 Docs = list[Tensor]
@@ -182,7 +182,7 @@ def routes() -> Iterator[tuple[str, str, Route, tuple[int, ...], bool]]:
     yield "batch", "batch", batched, (*EVEN, 13), False
     yield "history", "history", after_others, RAGGED, False
     yield "positions", "positions", given_positions, EVEN, False
-    for name in dispatch.backends:
+    for name in (name for name, backend in dispatch.backends.items() if backend.available() is None):
         yield "backends", f"{name}-alone", forced(name, alone), EVEN, False
         yield "backends", f"{name}-padded", forced(name, left_padded), RAGGED, False
         yield "backends", f"{name}-chunks", forced(name, chunked((4, 1, 1, 7))), EVEN, True
@@ -193,10 +193,10 @@ ROUTES = {name: (cell, route, lengths, state) for cell, name, route, lengths, st
 
 def looks_back(model: Model) -> bool:
     """Whether any mixer lets a token see the one before it; without, history cannot matter."""
-    records = Records(torch.arange(3)[None])
+    records = measured(*[Records(torch.arange(2)[None])] * 2)[0]
     for node in mechanisms(model.spec):
         pattern = getattr(node, "pattern", None)
-        if pattern is not None and bool(pattern.allowed(records.as_queries(), records.as_keys())[..., 2, 1].any()):
+        if pattern is not None and bool(pattern.allowed(records.as_queries(), records.as_keys())[..., 1, 0].any()):
             return True
         if isinstance(node, Mixer) and pattern is None:
             return True

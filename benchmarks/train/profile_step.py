@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by kind of work: ``python profile_step.py NAME SIZE f32|bf16 [--label WHEN]``.
+"""Where the time of a training step goes, by kind of work: ``python profile_step.py NAME SIZE f32|bf16``.
 
 Prints milliseconds a step and shares, and appends one JSON line to ``profile.jsonl`` beside this file. Time is the
 operators' own (self CPU time of the main thread); "elsewhere" is what no operator accounts for (Python, autograd).

@@ -1,7 +1,7 @@
 """Training steps of our models and of the peers, in the same configuration: what the other scripts time and profile.
 
-``STEPS[name](size, bf16)`` builds a model and returns a function that makes one step: forward, backward, AdamW. Ours are
-the steps of ``phylon train`` (with its gradient norm); the peers take PyTorch's fused AdamW and no norm.
+``STEPS[name](size, bf16)`` builds a model and returns a function that makes one step: forward, backward, AdamW. Ours
+are the steps of ``phylon train`` (with its gradient norm); the peers take PyTorch's fused AdamW and no norm.
 """
 
 import ctypes
@@ -38,12 +38,11 @@ def tokens(size: str, rows: int | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _ours(style: str, size: str, bf16: bool) -> Step:
-    from phylon.train.objective import NextToken
-
     from phylon.families import build
     from phylon.families.decoder import llama_spec
     from phylon.families.gpt2 import gpt2_spec
     from phylon.spec.registry import build as build_part
+    from phylon.train.objectives import NextToken
     from phylon.train.optim import AdamW
 
     d, blocks, heads, length, vocab, _, gated = SIZES[size]
@@ -54,19 +53,24 @@ def _ours(style: str, size: str, bf16: bool) -> Step:
 
 
 def our_step(model, optimizer, objective, data: tuple[Tensor, Tensor], bf16: bool) -> Step:
+    from phylon.train.objectives.base import divisor
+
     ids, targets = data
     batch = {"tokens": ids, "segments": torch.ones_like(ids), "targets": targets}
 
     def step() -> float:
+        counts = objective.counts(batch)
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            loss, _ = objective.training_loss(model, batch, batch)
-        loss.sum.backward()
+            losses = objective.losses(model, batch)
+            total = objective.summed(losses, counts)
+        total.backward()
         optimizer.collect()
-        count = int(loss.count)
+        count = divisor(counts)
         optimizer.norm(count)
         optimizer.step(3e-4, 1 / count)
-        return float(loss.sum) / count
+        return float(total.detach()) / count
 
+    step.parameters = sum(p.numel() for p in model.parameters())  # type: ignore[attr-defined]
     return step
 
 
@@ -85,6 +89,7 @@ def _peer(
         optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
 
+    step.parameters = sum(p.numel() for p in model.parameters())  # type: ignore[attr-defined]
     return step
 
 
@@ -107,7 +112,6 @@ def _hf(style: str, size: str, bf16: bool, compiled: bool) -> Step:
             attn_implementation="sdpa", tie_word_embeddings=True,
         )  # fmt: skip
         model = LlamaForCausalLM(config)
-    ids, _ = tokens(size)
     return _peer(model.train(), lambda m, x, y: m(input_ids=x, labels=x).loss, size, bf16, compiled)
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from phylon.checkpoint.verify import Cell, Report, against, verify
-from phylon.families import families
+from phylon.families import families, family
 from phylon.families.decoder import llama_spec
+from phylon.layers.inits import NormalInit
 from phylon.layers.state import FullKV, State
 from phylon.model import Model, ModelSpec, build, record
 from phylon.ops.attention import AttentionCall
@@ -48,7 +49,7 @@ def test_what_reads_images_passes(name, dtype):
     assert report.passed, report.failed
     applied = {cell.name for cell in report.cells if cell.passed}
     assert applied >= {"batching", "after_another_call", "backend_attention_reference", "backend_attention_sdpa"}
-    assert applied >= {"control_image", "control_patch"}
+    assert applied >= {"control_image", "control_patch", "batching_other_size", "after_another_size"}
     assert report.to_data()["inputs"] == "images"
     assert len(set(report.lengths)) == 1
 
@@ -251,3 +252,17 @@ def test_records_are_what_patterns_compare():
         [True, True, False],
         [True, True, True],
     ]
+
+
+def test_an_untrained_model_passes_its_controls():
+    """At a standard deviation of 0.02 a neighbour moves an output by little, and by far more than rounding."""
+    spec = family("bert").builder(d_model=96, n_layers=2, n_heads=3, vocab_size=301, init=NormalInit(std=0.002))
+    model = build(spec, device="cpu").eval()
+    report = verify(model)
+    assert report.passed, report.failed
+    control = next(cell for cell in report.cells if cell.name == "control_history")
+    assert control.error < 1e-3 * float(model(torch.arange(24)[None]).hidden.detach().abs().max())
+    with torch.no_grad():
+        for block in model.encoder.blocks:
+            block.attn.o_proj.weight.zero_()
+    assert [cell.name for cell in verify(model).failed] == ["control_history"]

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from phylon.cli.main import app
 from phylon.families.bert import bert_spec
 from phylon.generate import encode
 from phylon.generate.encode import batches
@@ -30,6 +32,9 @@ def test_documented_cosines() -> None:
     cosines = vectors @ vectors.T
     expected = {(0, 1): 0.6660, (0, 2): 0.1046, (1, 2): 0.1411}
     assert {pair: round(float(cosines[pair]), 4) for pair in expected} == expected
+    args = [part for text in SENTENCES for part in ("--text", text)]
+    said = json.loads(CliRunner().invoke(app, ["encode", "minilm", *args, "--json"]).stdout)["cosines"]
+    assert {(i, j): round(said[i][j], 4) for i, j in expected} == expected
 
 
 @needs_cut

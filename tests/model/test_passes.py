@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import WIDTH, decoder, pre, wrapped
-from phylon.hub import load_adapter, save_adapter
+from phylon.hub import load_adapter, save, save_adapter
 from phylon.layers.ffn.mlp import GLU, MLP
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import RenormalisedRouter
@@ -109,6 +109,9 @@ def test_adapters_are_saved_and_loaded_alone(tmp_path):
         with pytest.raises(UserError, match="another model"):
             load_adapter(model, tmp_path / "adapter")
         assert not lora_tensors(model)
+    with pytest.raises(UserError, match="fold them in"):
+        save(other, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
     with pytest.raises(UserError, match="no adapter"):
         load_adapter(made(), tmp_path)
     with pytest.raises(UserError, match="no LoRA adapters"):

@@ -210,3 +210,40 @@ def test_targets_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UserError, match="label_smoothing must be"):
         Targets.of(Targets(ids, label_smoothing=1.0))
     assert Targets.of(ids) == Targets(ids)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_z_loss_and_weights(softcap: float | None, rows: int) -> None:
+    """``z_loss`` times the squared log of the softmax's sum, per token, weighed like the rest. PaLM, section 5."""
+    hidden, weight, bias, targets = inputs()
+    weights = torch.rand(2, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = linear_cross_entropy(
+        hidden, weight, targets, bias=bias, softcap=softcap, label_smoothing=0.1, weights=weights, z_loss=0.3
+    )
+    logits = hidden @ weight.T + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=0.1)
+    z = torch.logsumexp(logits, -1).square().flatten() * (targets != IGNORE).flatten()
+    theirs = ((plain + 0.3 * z) * weights.flatten()).sum()
+    torch.testing.assert_close(ours.sum, theirs, rtol=1e-12, atol=1e-12)
+    other = cross_entropy(logits, targets, label_smoothing=0.1, weights=weights, z_loss=0.3)
+    torch.testing.assert_close(other.sum, theirs, rtol=1e-12, atol=1e-12)
+    leaves = (hidden, weight, bias)
+    for mine, expected in zip(torch.autograd.grad(ours.sum, leaves), torch.autograd.grad(theirs, leaves), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_a_kept_graph_gives_the_same_gradient_again() -> None:
+    hidden, weight, _, targets = inputs()
+    total = linear_cross_entropy(hidden, weight, targets).sum * 2
+    first = torch.autograd.grad(total, (hidden, weight), retain_graph=True)
+    kept = [grad.clone() for grad in first]
+    first[1].zero_()
+    for mine, expected in zip(torch.autograd.grad(total, (hidden, weight)), kept, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=0)
+
+
+def test_a_chunk_is_small_and_one_at_least() -> None:
+    assert module._chunk_rows(torch.Size([4096, 128]), 4, False) == 512
+    assert module._chunk_rows(torch.Size([50257, 768]), 4, False) * 50257 * 4 <= module._CHUNK_BYTES
+    assert module._chunk_rows(torch.Size([10**8, 8]), 4, True) == 1

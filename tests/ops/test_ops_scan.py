@@ -293,4 +293,9 @@ def test_groups_divide_heads() -> None:
 
 def test_explain_lists_every_backend() -> None:
     lines = scan.explain(**scan_inputs(4))
-    assert [(line.backend, line.chosen) for line in lines] == [("chunked", True), ("reference", False)]
+    found = [(line.backend, line.chosen, line.reason) for line in lines]
+    assert found == [
+        ("native", False, "it takes float32 and bfloat16, not float64"),
+        ("chunked", True, None),
+        ("reference", False, None),
+    ]

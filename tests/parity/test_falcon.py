@@ -76,3 +76,9 @@ def test_refused() -> None:
         read_config(Config(config | {"partial_rotary_factor": 0.5}))
     with refuses("num_ln_in_parallel_attn"):
         read_config(Config(config | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}))
+    with refuses("'parallel_attn' is False beside 'new_decoder_architecture'"):
+        read_config(Config(config | NEW | {"parallel_attn": False}))
+    with refuses("'num_ln_in_parallel_attn' is 2", "new_decoder_architecture"):
+        read_config(Config(config | {"num_ln_in_parallel_attn": 2}))
+    with refuses("'num_kv_heads' is 2"):
+        read_config(Config(config | {"multi_query": False, "num_attention_heads": 4, "num_kv_heads": 2}))

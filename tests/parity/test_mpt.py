@@ -72,6 +72,11 @@ def test_refused(tmp_path: Path) -> None:
     config = build(n_heads=4).config.to_dict()
     with refuses("4 x d_model"):
         phylon.save(phylon.build(mpt_spec(d_model=24, n_heads=3, d_ff=48), device="cpu"), tmp_path / "a", format="hf")
-    for key, value in (("no_bias", False), ("logit_scale", "inv_sqrt_d_model"), ("norm_type", "rmsnorm")):
+    for key, value in (
+        ("expansion_ratio", 2),
+        ("no_bias", False),
+        ("logit_scale", "inv_sqrt_d_model"),
+        ("norm_type", "rmsnorm"),
+    ):
         with refuses(key):
             read_config(Config(config | {key: value}))

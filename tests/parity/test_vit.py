@@ -181,7 +181,7 @@ def test_refusals(tmp_path: Path) -> None:
     refuses(tmp_path / "a", config, {"architectures": ["ViTForMaskedImageModeling"]}, "is not supported")
     refuses(tmp_path / "b", config, {"image_size": 20}, "20 x 20 do not cut")
     refuses(tmp_path / "c", config, {"patch_size": [8, 4]}, "patches are square")
-    refuses(tmp_path / "d", config, {"image_size": 2**40}, "a size in pixels")
+    refuses(tmp_path / "d", config, {"image_size": 2**40}, "in pixels must be")
     config.save_pretrained(tmp_path / "e")
     edit_config(tmp_path / "e", {"architectures": ["ViTModel"], "pooler_act": "relu"})
     with pytest.raises(UserError, match="pooler ends in tanh"):

@@ -103,12 +103,15 @@ def test_a_changed_machine_is_named_and_goes_on(tmp_path):
     trainer_in(tmp_path, save_every=2).run()
     folder = latest_checkpoint(tmp_path / "checkpoints")
     state = json.loads((folder / "state.json").read_text())
-    state["environment"]["torch"] = "1.0"
+    state["environment"] |= {"torch": "1.0", "compiled": "blocks", "processes": "4", "native kernels": "ghost"}
     (folder / "state.json").write_text(json.dumps(state))
     messages = Messages()
     trainer = trainer_in(tmp_path, messages=messages)
     trainer.resume(folder)
-    assert any("torch was 1.0 and is now" in message for message in messages.all)
+    (message,) = [message for message in messages.all if "last bits" in message]
+    for change in ("torch was 1.0 and is now", "compiled was blocks and is now no", "processes was 4 and is now 1"):
+        assert change in message
+    assert "native kernels was ghost and is now none" in message, "kernels that the run did not begin with stay unused"
     records = list(read_metrics(tmp_path / "metrics.jsonl"))
     assert [r["kind"] for r in records].count("resumed") == 1
 

@@ -123,7 +123,7 @@ def test_several_processes_are_one_and_load_on_another_number(tmp_path, kind, n)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_killed_process_ends_all_and_the_run_goes_on_from_its_checkpoint(tmp_path, kind):
-    text = RECIPE.replace("steps = 8", "steps = 400")
+    text = RECIPE.replace("steps = 8", "steps = 160")
     more = ("--set", f"run.parallel={kind}")
     whole = run(tmp_path / "whole", 2, *more, recipe=text)
     processes = start(tmp_path / "killed", 2, *more, recipe=text)

@@ -12,8 +12,8 @@ from phylon.account import account
 from phylon.families import build_spec
 from phylon.spec import UserError
 from phylon.train import load_recipe, train
+from phylon.train.footprint import RowCost, row_cost
 from phylon.train.forecast import estimate
-from phylon.train.memory import RowCost, row_cost
 
 SIZES = {"model.d_model": 64, "model.n_layers": 2, "model.d_ff": 128, "model.n_kv_heads": 4, "data.seq_len": 64}
 SMALL = SIZES | {"data.tokenizer.vocab_size": 300, "data.max_bytes": 200_000, "run.max_minutes": None, "run.steps": 100}
@@ -44,8 +44,8 @@ def test_an_estimate_counts_what_the_formulas_say():
 
 def test_the_peak_of_a_step_is_the_measured_one():
     """Of rows that were not measured, from one and two that were: within 10 % of the allocator's own peak."""
+    from phylon.train.footprint import _measured
     from phylon.train.gradients import Gradients
-    from phylon.train.memory import _measured
     from phylon.train.parallel import Parallel
     from phylon.train.world import World
 

@@ -73,6 +73,11 @@ def test_lora_trains_the_adapters_alone_resumes_and_saves_both(tmp_path, base):
     hub.load_adapter(plain, whole.out / "adapter")
     tokens = torch.tensor([plain.tokenizer.encode("the cat")])
     torch.testing.assert_close(plain(tokens).logits, merged(tokens).logits, rtol=1e-5, atol=1e-6)
+    averaged = train(written(tmp_path), overrides=changes | {"run.ema": 0.5}, out=tmp_path / "ema", device="cpu")
+    mean = hub.load(averaged.out / "model_ema", device="cpu")
+    assert mean.spec == merged.spec
+    assert not torch.equal(mean(tokens).logits, merged(tokens).logits)
+    assert torch.equal(averaged.model(tokens).logits, merged(tokens).logits), "the mean is beside the run"
     again = train(whole.out.parent / "recipe.toml", overrides=changes, out=whole.out, resume=True, device="cpu")
     assert losses(again.out) == losses(whole.out)
     assert all(torch.equal(a, b) for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True))

@@ -50,6 +50,20 @@ def test_matrices_and_embeddings_decay_and_norms_and_biases_do_not():
     assert {p.ndim for p in model.parameters()} == {1, 2}
 
 
+def test_what_is_named_does_not_decay():
+    a, b = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
+    optimizer = optimizer_of([("mixer.A_log", a), ("embed.weight", b)], weight_decay=0.5)
+    for p in (a, b):
+        p.grad = torch.zeros_like(p)
+    optimizer.step(0.1, 1.0)
+    assert (float(a.detach().mean()), float(b.detach().mean())) == (1.0, pytest.approx(0.95))
+    only = optimizer_of([("embed.weight", b)], undecayed=("*embed*",), weight_decay=0.5)
+    b.grad = torch.zeros_like(b)
+    before = b.detach().clone()
+    only.step(0.1, 1.0)
+    assert torch.equal(b.detach(), before)
+
+
 def test_one_step_is_the_papers_algorithm():
     start, gradient = torch.randn(3, 4), torch.randn(3, 4)
     weight = nn.Parameter(start.clone())

@@ -62,7 +62,7 @@ def case(
     return enter
 
 
-def cases() -> dict[str, Case]:
+def all_cases() -> dict[str, Case]:
     """Every case by name."""
     import phylon.bench.cases as topics
 
@@ -73,7 +73,7 @@ def cases() -> dict[str, Case]:
 
 def find(name: str) -> Case:
     """The case of that name, with a near-miss hint where there is none."""
-    known = cases()
+    known = all_cases()
     if name not in known:
         raise UserError(f"there is no benchmark '{name}'{did_you_mean(name, known)}; known: {', '.join(known)}")
     return known[name]

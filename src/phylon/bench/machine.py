@@ -4,12 +4,13 @@ import importlib.metadata
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 _PACKAGES = ("torch", "transformers", "mambapy", "x-transformers", "triton")
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16")
 
 
-def describe() -> dict[str, str | int | list[str]]:
+def describe() -> dict[str, Any]:
     """Processor, cores, what they know, threads, accelerator, and the versions of all that takes part."""
     import torch
 
@@ -27,13 +28,11 @@ def describe() -> dict[str, str | int | list[str]]:
     }
 
 
-def line(machine: dict[str, str | int | list[str]]) -> str:
+def line(machine: dict[str, Any]) -> str:
     """One line for people."""
     words = [f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads"]
-    words += [" ".join(machine[name]) for name in ("accelerators", "features") if isinstance(machine[name], list)]  # type: ignore[arg-type]
-    versions = machine["versions"]
-    assert isinstance(versions, list)
-    return "; ".join(filter(None, [*words, f"Python {machine['python']}", *versions]))
+    words += [*machine["accelerators"], " ".join(machine["features"]), f"Python {machine['python']}"]
+    return "; ".join([word for word in [*words, *machine["versions"]] if word])
 
 
 def _cpu_info() -> dict[str, str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from phylon.bench import clock, machine, memory
 from phylon.bench.case import Case, Cell, Key, Planned, find
+from phylon.ops.native import ready
 from phylon.spec.errors import UserError
 
 Row = dict[str, Any]
@@ -32,6 +33,7 @@ def run(
     found = find(name)
     peers = frozenset(_peer(found, against))
     planned = _chosen(found, only or {})
+    ready.wait()  # a kernel that is still being compiled would be missing from the figures
     rows: list[Row] = []
     for plan in planned:
         for row in _cell(found.name, plan, peers, sides, against, rounds, seconds):

@@ -2,7 +2,7 @@
 
 from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
-from phylon.checkpoint.mapping import Layout, LoadPlan, identity
+from phylon.checkpoint.mapping import Layout, LoadPlan, StoredDtypes, identity, stored_dtypes
 from phylon.checkpoint.rules import (
     Computed,
     Concat,
@@ -36,6 +36,7 @@ __all__ = [
     "Reshaped",
     "Rule",
     "Stack",
+    "StoredDtypes",
     "TensorInfo",
     "TensorSource",
     "Tied",
@@ -45,6 +46,7 @@ __all__ = [
     "open_gguf",
     "open_safetensors",
     "rotary_rows",
+    "stored_dtypes",
     "write_gguf",
     "write_safetensors",
 ]

@@ -196,8 +196,15 @@ def _calls(dispatch: Dispatch[Any]) -> Generator[list[str]]:
 
 
 def must_differ(s: Subject, name: str, changed: Tensor, before: Tensor, what: str = TOKEN) -> Cell:
-    """Well above rounding: a hundred times the tight bound, or what low precision rounds to."""
+    """Well above rounding: a hundred times the tight bound, or what low precision rounds to.
+
+    In a model whose parts say little beside its residual stream, as before any training, ten times its own rounding is
+    enough: what a run in higher precision differs by.
+    """
     difference = distance(changed, before)
     bound = s.scale * (100 * TIGHT[s.model.dtype] if s.model.dtype in TIGHT else torch.finfo(s.model.dtype).eps)
+    if s.model.dtype in TIGHT and difference <= bound:
+        rounding = max(distance(values, exact) for values, exact in zip(s.alone, s.truth(), strict=True))
+        bound = min(bound, 10 * max(rounding, torch.finfo(s.model.dtype).eps * s.scale))
     reason = f"{what}: the error is to exceed the bound"
     return Cell(name=name, passed=bound < difference < math.inf, error=difference, bound=bound, reason=reason)

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 
@@ -19,6 +19,10 @@ from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+StoredDtypes = dict[str, tuple[torch.dtype, torch.dtype]]
+"""By a tensor's name, ours or foreign: the dtype it was stored in, and the one it was loaded in."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +168,10 @@ class Layout:
             for name, value in plan.constants:
                 params[name].fill_(value)
 
-    def unmap(self, ours: Mapping[str, torch.Tensor]) -> "Unmapped":
+    def unmap(self, ours: Mapping[str, torch.Tensor], stored: "StoredDtypes | None" = None) -> "Unmapped":
         """Ours in the foreign layout: pairs ``(name, tensor)``, each tensor made when it is reached.
+
+        A tensor that ``stored`` knows, by its foreign name or by ours, is given back in the dtype it was stored in.
 
         Raises:
             UserError: a tensor of ours has no place in the layout, or is not the constant the layout takes for granted.
@@ -174,7 +180,7 @@ class Layout:
         for name, value in constants:
             if not bool((ours[name] == value).all()):
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
-        return Unmapped(moves, ours, self._computed)
+        return Unmapped(moves, ours, self._computed, stored or {})
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -229,11 +235,44 @@ class Layout:
         return next((rule.reason for regex, rule in self._drops if any(map(regex.fullmatch, options))), None)
 
 
+def stored_dtypes(plan: LoadPlan, source: TensorSource, params: Mapping[str, torch.Tensor]) -> StoredDtypes:
+    """What to give back in another dtype than ``params`` have, once they are filled from ``source``."""
+    known: StoredDtypes = {}
+    for move, names in plan.moves:
+        kinds = [DTYPES.get(source.tensors[name].dtype) for name in names]
+        loaded = params[move.ours[0]].dtype
+        if any(kind is None for kind in kinds) or set(kinds) <= {loaded}:
+            continue
+        plain = [kind for kind in kinds if kind is not None]
+        known |= {name: (kind, loaded) for name, kind in zip(names, plain, strict=True)}
+        known |= dict.fromkeys(move.ours, (reduce(torch.promote_types, plain), loaded))
+    for name, _ in plan.dropped:
+        kind = DTYPES.get(source.tensors[name].dtype)
+        if kind is not None and kind != torch.float32:
+            known[name] = (kind, torch.float32)  # what is computed, if it is, is made in fp32
+    return known
+
+
+def _as_stored(tensor: torch.Tensor, known: Sequence[tuple[torch.dtype, torch.dtype] | None]) -> torch.Tensor:
+    """In the dtype it came from, unless it has been cast since or holds by now what that dtype cannot."""
+    pairs = [pair for pair in known if pair is not None]
+    if len(pairs) < len(known) or any(loaded != tensor.dtype for _, loaded in pairs):
+        return tensor
+    narrow = tensor.to(reduce(torch.promote_types, [stored for stored, _ in pairs]))
+    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+
+
 class Unmapped(Iterable[tuple[str, torch.Tensor]]):
     """Pairs ``(foreign name, tensor)``, made anew on every walk, so that a walk keeps one made tensor in memory."""
 
-    def __init__(self, moves: Sequence[Move], ours: Mapping[str, torch.Tensor], computed: Sequence[Computed] = ()):
-        self._moves, self._ours, self._computed = moves, ours, computed
+    def __init__(
+        self,
+        moves: Sequence[Move],
+        ours: Mapping[str, torch.Tensor],
+        computed: Sequence[Computed],
+        stored: StoredDtypes,
+    ):
+        self._moves, self._ours, self._computed, self._stored = moves, ours, computed, stored
 
     def __len__(self) -> int:
         return sum(len(move.foreign) for move in self._moves) + len(self._computed)
@@ -242,9 +281,11 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
         for move in self._moves:
             tensors = [self._ours[name].detach() for name in move.ours]
             for which, (name, _) in enumerate(move.foreign):
-                yield name, move.rule.give(tensors, which)
+                known = [self._stored.get(n) for n in ((name,) if name in self._stored else move.ours)]
+                yield name, _as_stored(move.rule.give(tensors, which), known)
         for rule in self._computed:
-            yield rule.theirs, rule.make()
+            made = rule.make()
+            yield rule.theirs, made.to(self._stored.get(rule.theirs, (made.dtype, made.dtype))[0])
 
 
 def identity(names: Iterable[str]) -> Layout:

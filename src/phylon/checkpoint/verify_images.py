@@ -9,9 +9,12 @@ from phylon.model import Model
 
 
 def verify_images(model: Model, reference: Reference | None, seed: int) -> Report:
-    """Cells of three random images of the size the model was made for; ``model`` is in eval mode."""
+    """Cells of three random images of the size the model was made for, and of three that are a few patches larger."""
     s = Images(model, seed)
     cells = [s.cell("batching", "batch", _batched), s.cell("after_another_call", "history", _after_another)]
+    larger = Images(model, seed, grow=(1, 2))
+    cells.append(larger.cell("batching_other_size", "batch", _batched))
+    cells.append(s.cell("after_another_size", "history", lambda s: _after_size(s, larger)))
     for dispatch in DISPATCHES:
         for name in dispatch.backends:
             cells.append(s.cell(f"backend_{dispatch.op}_{name}", "backends", on_backend(dispatch, name, _plain)))
@@ -32,11 +35,12 @@ def verify_images(model: Model, reference: Reference | None, seed: int) -> Repor
 class Images(Subject):
     """The model, its images and what they give alone."""
 
-    def __init__(self, model: Model, seed: int) -> None:
+    def __init__(self, model: Model, seed: int, grow: tuple[int, int] = (0, 0)) -> None:
         super().__init__(model, seed)
         embed = model.spec.last_stack.embed
-        self.shape: tuple[int, int, int] = embed.image_shape  # type: ignore[attr-defined]
         self.patch_size: int = embed.patch_size  # type: ignore[attr-defined]
+        channels, *sides = embed.image_shape  # type: ignore[attr-defined]
+        self.shape = (channels, *(side + n * self.patch_size for side, n in zip(sides, grow, strict=True)))
         self.images = [self.random() for _ in range(3)]
         self.lengths = [model(images=image[None], logits="none").hidden.shape[1] for image in self.images]
         self.run_alone()
@@ -66,6 +70,12 @@ def _plain(s: Images) -> Got:
 def _batched(s: Images) -> Got:
     together = s.run(torch.stack([s.random(), *s.images]))
     return [(i, slice(None), values) for i, values in enumerate(together[1:])]
+
+
+def _after_size(s: Images, other: Images) -> Got:
+    """The table of positions is stretched for each size anew, whatever was asked for before."""
+    other.run(other.images[0][None])
+    return _plain(s)
 
 
 def _after_another(s: Images) -> Got:

@@ -24,13 +24,13 @@ def bench(
     as_json: Json = False,
 ) -> None:
     """Measure speed and memory; a side whose results are wrong has no speed."""
-    from phylon.bench import cases, run
+    from phylon.bench import all_cases, run
     from phylon.bench.machine import describe, line
     from phylon.bench.report import compared, read, row_line, store
     from phylon.spec.errors import UserError
 
     if name is None:
-        rows = [{"name": c.name, "title": c.title, "peers": list(c.peers)} for c in cases().values()]
+        rows = [{"name": c.name, "title": c.title, "peers": list(c.peers)} for c in all_cases().values()]
         print_json({"cases": rows}) if as_json else print("\n".join(f"{r['name']:<16}{r['title']}" for r in rows))
         return
     chosen: dict[str, list[str]] = {}

@@ -89,7 +89,8 @@ def index_page() -> str:
     head = ("family", "paper", "presets", "loads")
     return (
         "# Reference\n\nGenerated from the registry.\n\n- [Command line](cli.md)\n- [Training](training.md)\n"
-        "- [Several processes and machines](distributed.md)\n- [Kernel backends](backends.md)\n\n"
+        "- [Training objectives](objectives.md)\n- [Several processes and machines](distributed.md)\n"
+        "- [Kernel backends](backends.md)\n\n"
         f"## Mechanisms, by the slot they fill\n\n{kinds}\n\n## Families\n\n{families_table(head, 'families/')}\n"
     )
 

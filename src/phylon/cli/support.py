@@ -9,24 +9,36 @@ import torch
 from torch import Tensor
 
 import phylon.ops
-from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention import AlibiBias, AttentionCall, BucketBias
 from phylon.ops.dispatch import Dispatch
-from phylon.patterns import Causal, Full, Records, SymmetricWindow, Window
+from phylon.ops.experts import ExpertCall, ExpertWeights
+from phylon.ops.feedforward import FeedForwardCall
+from phylon.ops.linear import LinearCall
+from phylon.ops.norm import NormCall
+from phylon.ops.rotary import RotaryCall
+from phylon.ops.scores import ScoresCall
+from phylon.patterns import BigBird, Causal, Full, Global, Prefix, Records, Strided, SymmetricWindow, Window
+
+_device = "cpu"
+"""Where the calls lie that backends are asked about: nowhere ("meta") for those of an accelerator."""
 
 
-class _NoBias:
-    """A score bias of the plainest kind."""
+class _OwnBias:
+    """A score bias that only its owner knows."""
 
     def scores(self, query: Records, key: Records) -> Tensor:
         return (query.positions - key.positions).to(torch.float32)
 
 
 def _attention(**changes: Any) -> AttentionCall:
-    q, k = torch.zeros(1, 4, 4, 8), torch.zeros(1, 4, changes.pop("kv_heads", 4), 8)
+    n, dtype = changes.pop("n", 4), changes.pop("dtype", torch.float32)
+    q = torch.zeros(1, n, 4, 8, dtype=dtype, device=_device)
+    k = q.new_zeros(1, n, changes.pop("kv_heads", 4), 8)
+    v = q.new_zeros(1, n, k.shape[2], changes.pop("value_width", 8))
     plain: dict[str, Any] = {
         "q": q,
         "k": k,
-        "v": k,
+        "v": v,
         "pattern": Causal(),
         "query": None,
         "key": None,
@@ -41,8 +53,28 @@ def _attention(**changes: Any) -> AttentionCall:
     return AttentionCall(**(plain | changes))
 
 
+def _marked() -> dict[str, Records]:
+    records = Records(torch.arange(4)[None], marks=torch.tensor([[1, 0, 0, 0]]))
+    return {"query": records, "key": records}
+
+
 def _packed() -> Records:
     return Records(torch.tensor([[0, 1, 0, 1]]), torch.tensor([[1, 1, 2, 2]]))
+
+
+def _rows(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(256, 64, dtype=dtype)
+
+
+def _map(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(64, 64, dtype=dtype, requires_grad=True)
+
+
+def _experts(**changes: Any) -> ExpertCall:
+    maps = torch.zeros(2, 64, 64)
+    chosen = torch.zeros(256, 1, dtype=torch.int64)
+    weights = ExpertWeights(up=maps, down=maps, up_bias=changes.pop("bias", None))
+    return ExpertCall(x=_rows(), chosen=chosen, gates=torch.ones(256, 1), weights=weights, **changes)
 
 
 CALLS: dict[str, dict[str, Callable[[], Any]]] = {
@@ -50,14 +82,48 @@ CALLS: dict[str, dict[str, Callable[[], Any]]] = {
         "causal": lambda: _attention(),
         "everything visible": lambda: _attention(pattern=Full()),
         "causal window": lambda: _attention(pattern=Window(size=2)),
-        "any other pattern": lambda: _attention(pattern=SymmetricWindow(radius=1)),
+        "symmetric window": lambda: _attention(pattern=SymmetricWindow(radius=1)),
+        "banded and strided (Sparse Transformer)": lambda: _attention(pattern=Window(size=2) | Strided(stride=2)),
+        "global and window (Longformer)": lambda: _attention(pattern=SymmetricWindow(radius=1) | Global(), **_marked()),
+        "prefix": lambda: _attention(pattern=Causal() | Prefix(), **_marked()),
+        "random blocks, per head (BigBird)": lambda: _attention(pattern=BigBird(block=2, n_heads=4)),
+        "any of these on 16,384 tokens": lambda: _attention(n=16384, pattern=SymmetricWindow(radius=1)),
         "padding or packed documents": lambda: _attention(query=_packed(), key=_packed()),
         "grouped heads (K < H)": lambda: _attention(kv_heads=2),
-        "score bias": lambda: _attention(bias=_NoBias()),
+        "values of another width (MLA)": lambda: _attention(value_width=4),
+        "bfloat16": lambda: _attention(dtype=torch.bfloat16),
+        "float64": lambda: _attention(dtype=torch.float64),
+        "ALiBi": lambda: _attention(bias=AlibiBias(torch.zeros(4))),
+        "T5's buckets, with a gradient": lambda: _attention(
+            bias=BucketBias(torch.zeros(8, 4, requires_grad=True), 16, True)
+        ),
+        "a score bias of one's own": lambda: _attention(bias=_OwnBias()),
         "softcap": lambda: _attention(softcap=30.0),
         "attention sink": lambda: _attention(sink=torch.zeros(4)),
         "dropout": lambda: _attention(dropout=0.1),
         "recorded scores and weights": lambda: _attention(tap=lambda name, value: value),
+    },
+    "experts": {
+        "plain": lambda: _experts(),
+        "biases": lambda: _experts(bias=torch.zeros(2, 64)),
+        "dropout": lambda: _experts(dropout=0.1),
+    },
+    "feedforward": {
+        "float32": lambda: FeedForwardCall(_rows(), (_map(), None), (_map(), None), None, "gelu"),
+        "gated": lambda: FeedForwardCall(_rows(), (_map(), None), (_map(), None), (_map(), None), "silu"),
+    },
+    "linear": {
+        "float32, with gradients": lambda: LinearCall(_rows(), (_map(),), (None,)),
+        "float16": lambda: LinearCall(_rows(torch.float16), (_map(torch.float16),), (None,)),
+    },
+    "norm": {
+        "float32": lambda: NormCall(x=_rows(), weight=None, eps=1e-5, centred=True),
+        "float64": lambda: NormCall(x=_rows(torch.float64), weight=None, eps=1e-5, centred=True),
+    },
+    "rotary": {"float32": lambda: RotaryCall(_rows().view(4, 8, 8, 64), *[torch.zeros(1, 8, 1, 32)] * 2)},
+    "scores": {
+        "float32": lambda: ScoresCall(scores=_rows(), targets=torch.zeros(256, dtype=torch.int64)),
+        "float64": lambda: ScoresCall(scores=_rows(torch.float64), targets=torch.zeros(256, dtype=torch.int64)),
     },
 }
 """By op: a call of every kind, by the words for it."""
@@ -79,8 +145,17 @@ def matrix() -> list[dict[str, Any]]:
             "op": dispatch.op,
             "backend": backend.name,
             "unavailable": backend.available(),
-            "calls": {words: backend.supports(make()) for words, make in CALLS.get(dispatch.op, {}).items()},
+            "calls": _asked(dispatch.op, backend),
         }
         for dispatch in dispatches()
         for backend in dispatch.backends.values()
     ]
+
+
+def _asked(op: str, backend: Any) -> dict[str, str | None]:
+    global _device
+    _device = "cpu" if getattr(backend, "device", "cpu") == "cpu" else "meta"
+    try:
+        return {words: backend.supports(make()) for words, make in CALLS.get(op, {}).items()}
+    finally:
+        _device = "cpu"

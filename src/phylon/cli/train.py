@@ -1,5 +1,6 @@
 """``phylon train``: a recipe, and where to put what comes of it."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,8 +84,12 @@ def train(
     except Interrupted as stopped:
         again = shlex.join(["phylon", "train", str(out / "recipe.toml"), "--out", str(out), "--resume"])
         raise Interrupted(f"{stopped}; go on with: {again}", stopped.exit_code - 128) from None
+    if os.environ.get("RANK", "0") != "0":
+        return  # the first of several processes speaks
     note(f"model: {out / 'model'}, report: {out / 'report.html'}")
-    note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {_quoted(result.tokenizer, prompt or [])}")
+    if result.tokenizer is not None and result.model.decoder is not None:
+        shown = _quoted(result.tokenizer, prompt or [])
+        note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {shown}")
 
 
 def _sampler(prompts: list[str]) -> Any:

@@ -2,6 +2,7 @@
 
 from phylon.data.augment import Augment, Pixels
 from phylon.data.buckets import BucketLoader, PaddedLoader, TokenBatches, padded
+from phylon.data.columns import HFDataset, Parquet
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, Record, Source
 from phylon.data.draws import Draws
@@ -17,6 +18,7 @@ from phylon.data.loader import (
     next_token_targets,
     stack,
 )
+from phylon.data.mixture import Mixture, PythonFunctions, Task
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
 from phylon.data.parallel import Aligned
 from phylon.data.sentences import sentences
@@ -37,22 +39,27 @@ __all__ = [
     "Draws",
     "Example",
     "Examples",
+    "HFDataset",
     "ImageArrays",
     "ImageFolder",
     "JsonLines",
     "Loader",
+    "Mixture",
     "PackedDocuments",
     "PackedRows",
     "PaddedLoader",
+    "Parquet",
     "Part",
     "Pixels",
     "PythonCorpus",
+    "PythonFunctions",
     "Record",
     "RecordPart",
     "Records",
     "Row",
     "Source",
     "Table",
+    "Task",
     "TextFile",
     "TextFolder",
     "Texts",

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import msgspec
 
+from phylon.data.columns import Parquet
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, digest, file_stamps, read_utf8
+from phylon.data.passed import Policy, passed_over
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 
 TEXT_PATTERNS = ("*.txt", "*.md", "*.py")
-ACCEPTED = '"python" (the standard library), a .txt, .md or .py file, a .jsonl file, or a folder of text files'
+ACCEPTED = '"python" (the standard library), a .txt, .md, .py, .jsonl or .parquet file, or a folder of text files'
 
 
 class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
@@ -61,25 +63,34 @@ class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder")
     """The UTF-8 files below a folder, one document each, sorted by their path in it, which is the document's name.
 
     A pattern without ``/`` is matched against the file's name, one with ``/`` against its path in the folder (where
-    ``*`` passes ``/``). Files and folders whose name starts with a dot, links to folders and empty files are passed
-    over.
+    ``*`` passes ``/``). Files and folders whose name starts with a dot, and links to folders, are passed
+    over. ``empty`` and ``unreadable``: whether such a file is passed over, with its name in the log, or ends the run.
     """
 
     path: str
     patterns: tuple[str, ...] = TEXT_PATTERNS
+    empty: Policy = "skip"
+    unreadable: Policy = "refuse"
 
     def documents(self) -> Iterator[Document]:
-        empty = True
+        found = False
         for path, name in self._files():
-            text = read_utf8(path)
+            try:
+                text = read_utf8(path)
+            except UserError as problem:
+                passed_over(self.unreadable, problem)
+                continue
             if text:
-                empty = False
+                found = True
                 yield Document(text, name)
-        if empty:
+            else:
+                passed_over(self.empty, UserError(f"'{path}' is empty"))
+        if not found:
             raise UserError(f"every file matching {', '.join(self.patterns)} in '{self.path}' is empty")
 
     def fingerprint(self) -> str:
-        return digest("folder", self.patterns, file_stamps(path for path, _ in self._files()))
+        policies = (self.empty, self.unreadable)
+        return digest("folder", self.patterns, policies, file_stamps(path for path, _ in self._files()))
 
     def _files(self) -> list[tuple[Path, str]]:
         root = Path(self.path)
@@ -108,18 +119,23 @@ def _refuse(error: OSError) -> None:
 class JsonLines(Mechanism, DataSource, frozen=True, kw_only=True, tag="jsonl"):
     """One JSON object a line; the document is the string in ``field``, its name ``<file name>:<line number>``.
 
-    Blank lines and empty strings are passed over. The file is read line by line, so its size does not matter.
+    Blank lines are passed over. ``empty`` and ``unreadable``: whether a line with an empty text, or without one at all,
+    is passed over, with its number in the log, or ends the run. The file is read line by line, so its size does not
+    matter.
     """
 
     path: str
     field: str = "text"
+    empty: Policy = "skip"
+    unreadable: Policy = "refuse"
 
     def documents(self) -> Iterator[Document]:
         path, empty = Path(self.path), True
         try:
             with path.open("rb") as lines:
                 for number, line in enumerate(lines, 1):
-                    if line.strip() and (text := self._text(line, f"{path}:{number}")):
+                    text = self._text(line, f"{path}:{number}") if line.strip() else None
+                    if text:
                         empty = False
                         yield Document(text, f"{path.name}:{number}")
         except OSError as error:
@@ -128,9 +144,20 @@ class JsonLines(Mechanism, DataSource, frozen=True, kw_only=True, tag="jsonl"):
             raise UserError(f"'{path}' holds no text in the field '{self.field}'")
 
     def fingerprint(self) -> str:
-        return digest("jsonl", self.field, file_stamps([Path(self.path)]))
+        return digest("jsonl", self.field, self.empty, self.unreadable, file_stamps([Path(self.path)]))
 
-    def _text(self, line: bytes, where: str) -> str:
+    def _text(self, line: bytes, where: str) -> str | None:
+        """The text of a line; ``None`` where the policy passes over it."""
+        try:
+            text = self._read(line, where)
+        except UserError as problem:
+            passed_over(self.unreadable, problem)
+            return None
+        if not text:
+            passed_over(self.empty, UserError(f"{where}: the field '{self.field}' is empty"))
+        return text or None
+
+    def _read(self, line: bytes, where: str) -> str:
         try:
             value = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -166,6 +193,8 @@ def open_source(name: str | Path) -> DataSource:
     suffix = path.suffix.lower()
     if suffix == ".jsonl":
         return JsonLines(path=str(path))
+    if suffix == ".parquet":
+        return Parquet(path=str(path))
     if f"*{suffix}" in TEXT_PATTERNS:
         return TextFile(path=str(path))
     raise UserError(f"cannot tell what kind of data '{name}' is; give {ACCEPTED}")
@@ -180,5 +209,12 @@ def _near(path: Path) -> str:
 
 register(Texts, paper="none", cases=lambda: [Texts(("a", "b")), Texts(("ab",), repeat=3)])
 register(TextFile, paper="none", cases=lambda: [TextFile(path="a.txt")])
-register(TextFolder, paper="none", cases=lambda: [TextFolder(path="texts", patterns=("*.txt",))])
+register(
+    TextFolder,
+    paper="none",
+    cases=lambda: [
+        TextFolder(path="texts", patterns=("*.txt",)),
+        TextFolder(path="a", unreadable="skip"),
+    ],
+)
 register(JsonLines, paper="none", cases=lambda: [JsonLines(path="a.jsonl", field="text")])

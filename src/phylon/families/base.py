@@ -122,6 +122,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
+def _quoted_values(message: str) -> list[tuple[str, str]]:
+    """What a refusal quotes, each with the word it is said of: what it got, else every number that is no limit."""
+    _, found, got = message.rpartition("got ")
+    if found:
+        return [(message.split()[0], value.strip(".")) for value in re.findall(r"[^\s',;()]+", got)]
+    pairs = re.findall(r"(\w+) '?(-?\d[\w.+-]*(?<![.]))", message)
+    return [(word, value) for word, value in pairs if word not in ("least", "below", "above", "from", "to", "most")]
+
+
 class Config:
     """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
 
@@ -134,6 +143,7 @@ class Config:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
         self._stored = stored
+        self._taken: dict[str, Any] = {}
         self.where = where
 
     def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
@@ -166,7 +176,23 @@ class Config:
             raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(value)}")
         if isinstance(value, str) and (len(value) > 100 or not value.isprintable()):
             raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is no plain name")
+        self._taken |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
         return value
+
+    def blame(self, error: UserError) -> UserError:
+        """A builder's refusal, which names our arguments, with the file and the keys whose values it quotes."""
+        message = str(error)
+        if self.where in message:
+            return error
+        keys = [key for word, quoted_value in _quoted_values(message) for key in self._holding(word, quoted_value)]
+        said = ", ".join(quoted(key) for key in dict.fromkeys(keys))
+        return UserError(f"{self.where}: {message}{f' (from {said})' if said else ''}")
+
+    def _holding(self, word: str, value: str) -> list[str]:
+        """The keys of one value; of several those that share a part of their name with our word for it."""
+        keys = [k for k, v in self._taken.items() if str(v) == value and not isinstance(v, bool)]
+        parts = {part.rstrip("s") for part in word.split("_")} - {"n", "d"}
+        return [key for key in keys if any(part in key for part in parts)] or keys
 
     def size(self, key: str, default: Any = _MISSING, most: int = 2**28) -> int:
         """A whole number from 1 to ``most``, so that a hostile file cannot ask for the impossible."""

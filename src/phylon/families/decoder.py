@@ -131,7 +131,7 @@ def activation_name(config: Config, key: str, default: str) -> str:
     """Our name of the activation that a config names."""
     name = config.take(key, default, str)
     if name not in ACTIVATIONS:
-        raise UserError(f"{config.where}: unknown activation '{name}'{did_you_mean(name, ACTIVATIONS)}")
+        raise UserError(f"{config.where}: '{key}': unknown activation '{name}'{did_you_mean(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 

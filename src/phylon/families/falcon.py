@@ -147,9 +147,16 @@ def _read_arrangement(config: Config, n_heads: int) -> tuple[int, str]:
     if config.take("new_decoder_architecture", False, bool):
         if n_norms not in (None, 1, 2):
             raise UserError(f"{config.where}: 'num_ln_in_parallel_attn' must be 1 or 2, got {n_norms}")
+        if not beside:
+            raise UserError(
+                f"{config.where}: 'parallel_attn' is False beside 'new_decoder_architecture', whose branches always "
+                "stand beside each other; no code runs the two together"
+            )
         return n_kv_heads, "shared" if n_norms == 1 else "parallel"
     if not multi_query and n_kv_heads != n_heads:
-        raise UserError(f"{config.where}: grouped key heads need 'new_decoder_architecture'")
+        raise UserError(f"{config.where}: 'num_kv_heads' is {n_kv_heads}: groups need 'new_decoder_architecture'")
+    if beside and n_norms == 2:
+        raise UserError(f"{config.where}: 'num_ln_in_parallel_attn' is 2, which needs 'new_decoder_architecture'")
     return 1 if multi_query else n_heads, "shared" if beside else "sequential"
 
 

@@ -93,6 +93,7 @@ def read_config(config: Config) -> ModelSpec:
     d_model = config.size("d_model")
     attention = _read_attention(Config(config.take("attn_config", {}, dict), f"{config.where} attn_config"))
     config.expect("no_bias", True, why="MPT has no biases")
+    config.expect("expansion_ratio", 4, why="the reference's feed-forwards are 4 times as wide whatever it says")
     config.expect("logit_scale", None, why=_NOT_HERE)
     norms = ("low_precision_layernorm", "layernorm", "low_precision_layer_norm")
     config.expect("norm_type", *norms, why="MPT's norms are LayerNorms")
@@ -103,7 +104,7 @@ def read_config(config: Config) -> ModelSpec:
         d_model=d_model,
         n_layers=config.depth("n_layers"),
         n_heads=config.size("n_heads"),
-        d_ff=d_model * config.size("expansion_ratio", 4),
+        d_ff=4 * d_model,
         vocab_size=config.size("vocab_size"),
         max_seq_len=config.size("max_seq_len", 2048),
         eps=config.number("layer_norm_epsilon", 1e-5),

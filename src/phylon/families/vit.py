@@ -120,7 +120,7 @@ def _read(config: Config, prefix: str, tasks: dict[str, tuple[str, ...]], n_extr
         n_heads=config.size("num_attention_heads"),
         d_ff=config.size("intermediate_size"),
         image_size=_image_size(config),
-        patch_size=_checked(config, patch_size),
+        patch_size=_checked(config, "patch_size", patch_size),
         n_channels=config.size("num_channels", 3),
         n_extra=n_extra,
         eps=config.number("layer_norm_eps", 1e-12),
@@ -138,12 +138,12 @@ def _read(config: Config, prefix: str, tasks: dict[str, tuple[str, ...]], n_extr
 def _image_size(config: Config) -> tuple[int, int]:
     size = config.take("image_size", 224, (int, list))
     height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
-    return _checked(config, height), _checked(config, width)
+    return _checked(config, "image_size", height), _checked(config, "image_size", width)
 
 
-def _checked(config: Config, pixels: Any) -> int:
+def _checked(config: Config, key: str, pixels: Any) -> int:
     if not isinstance(pixels, int) or not 1 <= pixels <= 2**16:
-        raise UserError(f"{config.where}: a size in pixels must be from 1 to {2**16}, got {pixels!r}")
+        raise UserError(f"{config.where}: '{key}' in pixels must be from 1 to {2**16}, got {pixels!r}")
     return pixels
 
 

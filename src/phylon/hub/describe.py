@@ -84,8 +84,11 @@ def _hf(path: Path) -> Description:
     refuse_remote_code(data, path)
     family, fmt = hf_format(model_type)
     where = str(path / "config.json")
-    with _named(where):
-        spec = fmt.read(Config(data, where, lambda: _stored_names(path)))
+    config = Config(data, where, lambda: _stored_names(path))
+    try:
+        spec = fmt.read(config)
+    except UserError as error:
+        raise config.blame(error) from None
     extra = path / "generation_config.json"
     with _named(str(path)):
         generation = generation_defaults(data, read_json(extra) if extra.exists() else {})

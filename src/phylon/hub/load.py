@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from phylon.checkpoint import Layout, LoadPlan, TensorSource, identity, open_safetensors
+from phylon.checkpoint import Layout, LoadPlan, TensorSource, identity, open_safetensors, stored_dtypes
 from phylon.families import families
 from phylon.hub.describe import Description, describe
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
@@ -23,7 +23,8 @@ def load(
 ) -> Model:
     """A model in eval mode from a native folder, a Hugging Face folder, a ``.gguf`` file, or a known package name.
 
-    ``dtype`` of the parameters defaults to the narrowest that rounds no stored one (fp32 for quantised files). Names,
+    ``dtype`` of the parameters defaults to the narrowest that rounds no stored one (fp32 for quantised files), and
+    saving gives back the tensors of a file of several dtypes as they were stored. Names,
     shapes and spans are checked before anything is allocated; peak memory is the model and one tensor. Nothing is
     unpickled or executed.
 
@@ -41,6 +42,8 @@ def load(
         raise UserError(f"{error}{_of_another_family(found, source)}") from None
     materialise(model, resolve_dtype(dtype, _exact_dtype(plan, model, source)), resolve_device(device))
     layout.load(plan, source, stored_tensors(model))
+    if dtype is None and found.format != "gguf":
+        model.stored_dtypes = stored_dtypes(plan, source, stored_tensors(model))
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
     model.family = found.written_as

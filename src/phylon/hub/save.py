@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, Literal
 
 import torch
 
-from phylon.checkpoint import MemorySource, write_gguf, write_safetensors
+from phylon.checkpoint import MemorySource, identity, write_gguf, write_safetensors
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
 from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
+from phylon.model.passes import lora_tensors
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
@@ -36,22 +38,25 @@ def save(
     target = Path(folder)
     if format not in ("native", "hf"):
         raise UserError(f"unknown format '{format}' (known: native, hf; .gguf files by convert)")
+    if lora_tensors(model):
+        raise UserError(
+            "this model has LoRA adapters: fold them in with merge_lora, or save them alone with save_adapter"
+        )
     hf = None if format == "native" else _chosen(model, "hf")
     with new_folder(target, replace) as beside:
         if hf is None:
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
             data |= {} if model.family is None else {"family": model.family}
             _write_json(beside / NATIVE_CONFIG, data)
-            tensors: Any = stored_tensors(model)
+            tensors: Any = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
         else:
-            dtype = str(model.dtype).removeprefix("torch.")
             _write_json(
                 # What the family writes itself (RoBERTa's pad id places its positions) is part of the maths.
                 beside / "config.json",
-                {**_ids(model.generation), **hf.write(model.spec), "torch_dtype": dtype},
+                {**_ids(model.generation), **hf.write(model.spec), "torch_dtype": _most(model)},
             )
             _write_json(beside / "generation_config.json", _generation_config(model.generation))
-            tensors = hf.layout(model.spec).unmap(stored_tensors(model))
+            tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes)
         metadata = {"format": "pt"}
         write_safetensors(beside / "model.safetensors", tensors, metadata, max_shard_bytes=_SHARD_BYTES)
         if model.tokenizer is not None:
@@ -126,6 +131,15 @@ def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> 
         return [maths(inner) for inner in value] if isinstance(value, list) else value
 
     return maths(to_data(back)) == maths(to_data(spec))
+
+
+def _most(model: Model) -> str:
+    """The dtype of most numbers, as they are written."""
+    count: Counter[torch.dtype] = Counter()
+    for name, tensor in stored_tensors(model).items():
+        stored, loaded = model.stored_dtypes.get(name, (tensor.dtype, tensor.dtype))
+        count[stored if loaded == tensor.dtype else tensor.dtype] += tensor.numel()
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
 def _ids(generation: GenerationDefaults) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from phylon.layers.context import Context
 from phylon.layers.state import State
-from phylon.ops.linear import linears
+from phylon.ops.linear import is_few, linears
 from phylon.spec.base import Init, Role
 
 
@@ -75,7 +75,8 @@ class Linear(Part, nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        return linears(input, (self.weight,), (self.bias,))[0]
+        # A step of decoding does not ask: the answer would be PyTorch's product.
+        return super().forward(input) if is_few(input) else linears(input, (self.weight,), (self.bias,))[0]
 
 
 def is_plain(*modules: nn.Module | None) -> bool:
@@ -91,7 +92,7 @@ def _hooked(module: nn.Module) -> bool:
 
 def project(x: Tensor, *maps: nn.Module) -> tuple[Tensor, ...]:
     """``x`` through each of ``maps``, in one op where they are plain."""
-    if not is_plain(*maps):
+    if is_few(x) or not is_plain(*maps):
         return tuple(m(x) for m in maps)
     return linears(x, tuple(m.weight for m in maps), tuple(m.bias for m in maps))  # type: ignore[misc]
 

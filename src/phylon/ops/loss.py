@@ -5,22 +5,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phylon.ops.products import compute_dtype, operand, widened
+from phylon.ops.scores import ScoresCall, dispatch
 from phylon.spec.errors import UserError
 
 IGNORE = -100
-_CHUNK_BYTES = 32 * 2**20
+_CHUNK_BYTES = 44 * 2**20
+"""At most so much of the scores exists at a time."""
+_CACHE_BYTES = 8 * 2**20
+"""Scores of this size are still in a cache when they are needed again."""
 
 
 class Targets(NamedTuple):
     """What a token-wise head learns: ``ids`` (B, T), -100 ignored; the ``weights`` of the tokens, float (B, T).
 
     With weights a loss sums ``weight * cross-entropy`` and counts the weights. ``label_smoothing``: the share of each
-    target that is spread evenly over the vocabulary (arXiv:1512.00567, section 7).
+    target that is spread evenly over the vocabulary (arXiv:1512.00567, section 7). ``z_loss`` times the square of the
+    log of the softmax's sum is added to every token's loss (PaLM, arXiv:2204.02311, section 5: 1e-4).
     """
 
     ids: Tensor
     weights: Tensor | None = None
     label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     @classmethod
     def of(cls, targets: "Tensor | Targets") -> "Targets":
@@ -30,6 +37,8 @@ class Targets(NamedTuple):
             raise UserError(f"weights are {tuple(found.weights.shape)}, targets {tuple(found.ids.shape)}")
         if not 0 <= found.label_smoothing < 1:
             raise UserError(f"label_smoothing must be at least 0 and below 1, got {found.label_smoothing}")
+        if not found.z_loss >= 0:
+            raise UserError(f"z_loss must be at least 0, got {found.z_loss}")
         return found
 
 
@@ -46,24 +55,32 @@ class Loss(NamedTuple):
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, weights: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Loss:
     """The readable form on existing logits (..., V) and targets (...), -100 ignored; computed in at least fp32.
 
-    With ``weights`` (...) the sum is of ``weight * cross-entropy`` and the count that of the weights.
+    With ``weights`` (...) the sum is of ``weight * cross-entropy`` and the count that of the weights. ``z_loss`` as for
+    ``Targets``.
     """
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.flatten()
-    log_probs = torch.log_softmax(logits, dim=-1)
+    log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
+    log_probs = logits - log_z
     valid = targets != IGNORE
     picked = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     per_token = -(1 - label_smoothing) * picked
     if label_smoothing:  # the mean is infinite where scores are masked, and 0 times that is no number
         per_token = per_token - label_smoothing * log_probs.mean(-1)
+    per_token = (per_token + z_loss * log_z[:, 0].square()).masked_fill(~valid, 0)
     if weights is not None:
         weights = weights.flatten().to(per_token.dtype).masked_fill(~valid, 0)
-        return Loss((per_token.masked_fill(~valid, 0) * weights).sum(), weights.sum())
-    return Loss(per_token.masked_fill(~valid, 0).sum(), valid.sum())
+        return Loss((per_token * weights).sum(), weights.sum())
+    return Loss(per_token.sum(), valid.sum())
 
 
 def linear_cross_entropy(
@@ -75,21 +92,28 @@ def linear_cross_entropy(
     softcap: float | None = None,
     label_smoothing: float = 0.0,
     weights: Tensor | None = None,
+    z_loss: float = 0.0,
 ) -> Loss:
     """Cross-entropy of ``hidden`` (..., D) times ``weight`` (V, D) against ``targets`` (...), -100 ignored.
 
-    ``weights`` (...) as for ``cross_entropy``; they get no gradient.
+    ``weights`` (...) as for ``cross_entropy``; they get no gradient. ``z_loss`` as for ``Targets``.
 
     The gradient of the scores is formed chunk by chunk in the forward pass (its scale is known: a sum), so peak memory
     beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32.
     """
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    hidden, targets = hidden.flatten(0, -2), targets.flatten().long()
+    dtype = compute_dtype(hidden)
+    hidden, targets = hidden.flatten(0, -2).to(dtype), targets.flatten().long()
     weights = None if weights is None else weights.flatten()
-    grad = torch.is_grad_enabled()
-    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, softcap, label_smoothing, grad)
+    options = _Options(softcap, label_smoothing, z_loss, torch.is_grad_enabled())
+    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options)
     return Loss(total, count)
+
+
+class _Options(NamedTuple):
+    softcap: float | None
+    smoothing: float
+    z_loss: float
+    grad: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -101,86 +125,99 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_N: Tensor,
         weights_N: Tensor | None,
-        softcap: float | None,
-        smoothing: float,
-        grad_enabled: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
-        compute_VD = weight_VD.to(hidden_ND.dtype)
         if weights_N is not None:
+            dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
             weights_N = weights_N.to(dtype).masked_fill(targets_N == IGNORE, 0)
-        need_h, need_w, need_b = (grad_enabled and need for need in ctx.needs_input_grad[:3])
-        grad_h = torch.empty_like(hidden_ND) if need_h else None
-        grad_w = torch.zeros_like(weight_VD, dtype=dtype) if need_w else None
-        grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
-        total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
-        rows = max(1, _CHUNK_BYTES // (weight_VD.shape[0] * torch.finfo(dtype).bits // 8))
-        for start in range(0, hidden_ND.shape[0], rows):
-            h_CD, t_C = hidden_ND[start : start + rows], targets_N[start : start + rows]
-            w_C = None if weights_N is None else weights_N[start : start + rows]
-            loss, grad_CV = _chunk(
-                h_CD @ compute_VD.T, bias_V, t_C, w_C, softcap, smoothing, dtype, need_h or need_w or need_b
-            )
-            total += loss
-            if grad_CV is None:
-                continue
-            if grad_b is not None:
-                grad_b += grad_CV.sum(0)
-            grad_CV = grad_CV.to(hidden_ND.dtype)
-            if grad_h is not None:
-                torch.matmul(grad_CV, compute_VD, out=grad_h[start : start + rows])
-            if grad_w is not None:
-                grad_w += grad_CV.T @ h_CD
-        # Of the sum; the weights' stay wide until the factor of the backward pass is in, so that they round once.
-        ctx.grads = (grad_h, grad_w, grad_b)
+        ctx.options, ctx.needs = options, tuple(options.grad and need for need in ctx.needs_input_grad[:3])
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, weights_N)
+        total, ctx.grads = _sum_and_gradients(hidden_ND, weight_VD, bias_V, targets_N, weights_N, options, ctx.needs)
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         count = (targets_N != IGNORE).sum() if weights_N is None else weights_N.sum()
         ctx.mark_non_differentiable(count)
         return total, count
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        grad_total: Tensor = grad_outputs[0]
-        # In the total's dtype: a factor such as 1 / count rounded to bf16 would scale every gradient of the model.
-        grads = tuple(
-            None if grad is None else (grad.to(grad_total.dtype) * grad_total).to(dtype)
-            for grad, dtype in zip(ctx.grads, ctx.dtypes, strict=True)
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:  # a second backward pass through a graph that was kept
+            hidden_ND, weight_VD, bias_V, targets_N, weights_N = ctx.saved_tensors
+            _, grads = _sum_and_gradients(hidden_ND, weight_VD, bias_V, targets_N, weights_N, ctx.options, ctx.needs)
+        made = tuple(_scaled(grad, grad_outputs[0], dtype) for grad, dtype in zip(grads, ctx.dtypes, strict=True))
+        return (*made, None, None, None)
+
+
+def _scaled(grad: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``grad * factor``, rounded once. The factor stays wide: 1 / count in bf16 would scale all gradients."""
+    if grad is None:
+        return None
+    if factor.device.type == "cpu" and float(factor) == 1:
+        return grad.to(dtype)
+    wide = grad.to(factor.dtype)
+    return (wide.mul_(factor) if wide is grad else wide * factor).to(dtype)
+
+
+def _sum_and_gradients(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    weights_N: Tensor | None,
+    options: _Options,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The summed loss, and the gradients of that sum: the weights' and the bias's in at least fp32."""
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    low = hidden_ND.dtype != dtype and not widened(hidden_ND)
+    compute_VD = operand(weight_VD, hidden_ND.dtype)
+    need_h, need_w, need_b = needs
+    grad_h = torch.empty_like(hidden_ND) if need_h else None
+    grad_w = torch.empty_like(weight_VD, dtype=dtype) if need_w else None
+    grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
+    total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
+    rows = _chunk_rows(weight_VD.shape, torch.finfo(dtype).bits // 8, low)
+    for start in range(0, max(1, hidden_ND.shape[0]), rows):
+        h_CD, part = operand(hidden_ND[start : start + rows], hidden_ND.dtype), slice(start, start + rows)
+        call = ScoresCall(
+            scores=(h_CD @ compute_VD.T).to(dtype),
+            targets=targets_N[part],
+            bias=bias_V,
+            weights=None if weights_N is None else weights_N[part],
+            softcap=options.softcap,
+            smoothing=options.smoothing,
+            z_loss=options.z_loss,
+            grad=any(needs),
         )
-        return (*grads, None, None, None, None, None)
+        loss, grad_CV = dispatch.pick(call).run(call)
+        total += loss
+        if grad_CV is None:
+            continue
+        if grad_b is not None:
+            grad_b += grad_CV.sum(0)
+        grad_CV = grad_CV.to(h_CD.dtype)
+        if grad_h is not None:
+            grad_h[part] = grad_CV @ compute_VD
+        if grad_w is not None:
+            _add_product(grad_w, grad_CV.T, h_CD, first=start == 0)
+        del call, grad_CV
+    return total, (grad_h, grad_w, grad_b)
 
 
-def _chunk(
-    logits: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    weights: Tensor | None,
-    softcap: float | None,
-    smoothing: float,
-    dtype: torch.dtype,
-    need_grad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """The summed loss of one chunk (C, V), and its gradient with respect to the logits before the cap if needed."""
-    logits = logits.to(dtype)
-    if bias is not None:
-        logits = logits + bias.to(dtype)
-    slope = None
-    if softcap is not None:
-        tanh = torch.tanh(logits / softcap)
-        logits, slope = softcap * tanh, 1 - tanh.square()
-    valid = targets != IGNORE
-    index = targets.clamp(min=0)[:, None]
-    log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
-    per_token = log_z - (1 - smoothing) * logits.gather(-1, index) - smoothing * logits.mean(-1, keepdim=True)
-    per_token = per_token[:, 0].masked_fill(~valid, 0)
-    loss = per_token.sum() if weights is None else (per_token * weights).sum()
-    if not need_grad:
-        return loss, None
-    grad = torch.exp(logits - log_z)
-    grad.scatter_add_(-1, index, torch.full_like(index, -(1 - smoothing), dtype=dtype))
-    if smoothing:
-        grad -= smoothing / logits.shape[-1]
-    if slope is not None:
-        grad *= slope
-    if weights is not None:
-        grad *= weights[:, None]
-    return loss, grad.masked_fill_(~valid[:, None], 0)
+def _chunk_rows(shape: torch.Size, width: int, low: bool) -> int:
+    """Tokens of a chunk: its scores should stay in a cache, but every chunk reads and writes the weights' gradient."""
+    n, d = shape
+    at_once = min(_CHUNK_BYTES, max(_CACHE_BYTES, 2 * n * d * width))
+    # Where products are made below fp32, a chunk exists a second and a third time in half the width.
+    return max(1, at_once // (n * width * (2 if low else 1)))
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """``out += a b``, or ``out = a b`` for the first, without a copy in between where the dtypes agree."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out) if first else out.addmm_(a, b)
+    elif first:
+        out.copy_(a @ b)
+    else:
+        out += a @ b

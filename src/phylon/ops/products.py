@@ -10,8 +10,10 @@ _UNITS = {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "sve_bf16"}
 
 @cache
 def bf16_units() -> bool:
-    """Whether the processor multiplies bf16 in hardware. Without, PyTorch's bf16 product takes 3 to 4 times the fp32 one's
-    time (measured: ``benchmarks/train/README.md``)."""
+    """Whether the processor multiplies bf16 in hardware.
+
+    Without, PyTorch's bf16 product takes 3 to 4 times as long as its fp32 one (``benchmarks/train/README.md``).
+    """
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -36,8 +38,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:
     """``x`` as a factor of a product in ``dtype``: widened where the machine has no units for that."""
     return x.to(torch.float32 if dtype is torch.bfloat16 and widened(x) else dtype)
-
-
-def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """``a b`` of two operands (``operand``), as ``dtype``."""
-    return torch.mm(a, b).to(dtype)

@@ -181,6 +181,11 @@ class Or(_Composed, frozen=True, kw_only=True):
         return None if None in reaches else max(r for r in reaches if r is not None)
 
 
+def everything(query: Records, key: Records) -> Tensor:
+    """``True`` for every pair."""
+    return torch.ones_like(query.positions, dtype=torch.bool) & torch.ones_like(key.positions, dtype=torch.bool)
+
+
 def aligned(n_queries: int, n_keys: int, device: torch.device) -> tuple[Records, Records]:
     """Records where none are given: one document, the last query at the last key (bottom-right)."""
     keys = torch.arange(n_keys, device=device)[None]

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from phylon.patterns.base import And, Or, Pattern, Records
+from phylon.patterns.base import And, Or, Pattern, Records, everything
 from phylon.patterns.bounds import Bounds, Span, Tiles
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
@@ -14,7 +14,7 @@ class Full(Mechanism, Pattern, frozen=True, kw_only=True):
     """Every query sees every key. *Attention Is All You Need* (arXiv:1706.03762), section 3.2.3, encoder."""
 
     def allowed(self, query: Records, key: Records) -> Tensor:
-        return torch.ones_like(query.positions, dtype=torch.bool) & torch.ones_like(key.positions, dtype=torch.bool)
+        return everything(query, key)
 
     def tiles(self, query: Bounds, key: Bounds) -> Tiles:
         ones = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=key.positions.low.device)
@@ -109,11 +109,11 @@ class Document(Mechanism, Pattern, frozen=True, kw_only=True):
 
     def allowed(self, query: Records, key: Records) -> Tensor:
         if query.segments is None and key.segments is None:
-            return Full().allowed(query, key)
+            return everything(query, key)
         ones = torch.ones((), dtype=torch.int64, device=query.positions.device)
         query_ids = ones if query.segments is None else query.segments
         key_ids = ones if key.segments is None else key.segments
-        shape = Full().allowed(query, key)
+        shape = everything(query, key)
         return (query_ids == key_ids) & (key_ids != 0) & shape
 
     def tiles(self, query: Bounds, key: Bounds) -> Tiles:

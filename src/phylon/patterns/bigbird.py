@@ -121,6 +121,6 @@ register(
     paper="arXiv:2007.14062 §2",
     cases=lambda: [
         BigBird(block=2, n_heads=4, n_random=1),
-        BigBird(block=1, n_heads=4, window=1, ends=0, n_random=2, seed=3),
+        BigBird(block=1, n_heads=4, ends=0, n_random=2, seed=3),
     ],
 )

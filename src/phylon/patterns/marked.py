@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from phylon.patterns.base import Pattern, Records
-from phylon.patterns.basic import Full
+from phylon.patterns.base import Pattern, Records, everything
 from phylon.patterns.bounds import Bounds, Span, Tiles
 from phylon.spec.base import Mechanism
 from phylon.spec.registry import register
@@ -42,7 +41,7 @@ class Prefix(Mechanism, Pattern, frozen=True, kw_only=True):
     mark: int = 1
 
     def allowed(self, query: Records, key: Records) -> Tensor:
-        return _marked(key, self.mark) & Full().allowed(query, key)
+        return _marked(key, self.mark) & everything(query, key)
 
     def tiles(self, query: Bounds, key: Bounds) -> Tiles:
         k = _span(key.marks, key)

@@ -10,12 +10,12 @@ from phylon.data import Source
 from phylon.model import Model, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
-from phylon.train.memory import RowCost, free_bytes, in_words, row_cost
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
-from phylon.train.pretrained import apply_tune, start_tokenizer
+from phylon.train.pretrained import apply_tune
 from phylon.train.recipe import Recipe, apply_overrides, model_spec
 from phylon.train.vocabulary import Loaded
 from phylon.train.watch import training_flops_per_token
@@ -193,9 +193,7 @@ def _as_recipe_says(model: Model, recipe: Recipe) -> None:
 def _vocabulary(recipe: Recipe) -> int:
     """The size of the vocabulary as far as it is known before the data are read."""
     tokenizer = recipe.data.tokenizer
-    if "from" in recipe.model and not isinstance(tokenizer, Loaded):
-        return start_tokenizer(recipe.model).vocab_size
-    if isinstance(tokenizer, Loaded):
+    if isinstance(tokenizer, Loaded) and "from" not in recipe.model:  # which has a vocabulary of its own
         return tokenizer.make(lambda: iter(())).vocab_size
     return getattr(tokenizer, "vocab_size", PROVISIONAL_VOCAB)
 

@@ -42,8 +42,9 @@ class Muon(Mechanism, Optimizer, frozen=True, kw_only=True):
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is one of Muon's: an fp32 matrix inside a block."""
-    return parameter.ndim == 2 and ".blocks." in name and parameter.dtype == torch.float32
+    """Whether a parameter is one of Muon's: the fp32 matrix of a linear map inside a block."""
+    linear = ".blocks." in name and name.endswith("proj.weight")
+    return linear and parameter.ndim == 2 and parameter.dtype == torch.float32
 
 
 class MuonOptimizer:

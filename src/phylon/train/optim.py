@@ -1,11 +1,13 @@
 """AdamW with decay groups by role, fp32 master weights, and a flat, named state."""
 
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from phylon.ops.rows import native as rows
 from phylon.spec.base import Mechanism, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -35,14 +37,21 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
     """Adam with decoupled weight decay. Loshchilov and Hutter (arXiv:1711.05101), algorithm 2.
 
     The decay goes to the weights of linear maps and to embedding tables (two dimensions or more), as in GPT-2's
-    open training codes; norm gains and biases (one dimension) are left alone. ``clip`` bounds the global gradient norm.
+    open training codes; norm gains and biases (one dimension) are left alone, and what ``undecayed`` names by path glob
+    (Mamba's ``A_log``, as in its own code). ``clip`` bounds the global gradient norm.
     """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
+    undecayed: tuple[str, ...] = ("*.A_log",)
     clip: float | None = None
+
+    def decay_of(self, name: str, parameter: Tensor) -> float:
+        """The weight decay of one parameter, by its role."""
+        left_alone = parameter.ndim < 2 or any(fnmatchcase(name, glob) for glob in self.undecayed)
+        return 0.0 if left_alone else self.weight_decay
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -78,15 +87,13 @@ class AdamWOptimizer:
             name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
         }
         self.trained: dict[str, Tensor] = {**self.params, **self.masters}
-        decayed = [p for p in self.trained.values() if p.ndim >= 2]
-        plain = [p for p in self.trained.values() if p.ndim < 2]
-        groups = [
-            {"params": members, "weight_decay": decay}
-            for members, decay in ((decayed, spec.weight_decay), (plain, 0.0))
-            if members
-        ]
+        by_decay: dict[float, list[Tensor]] = {}
+        for name, p in self.trained.items():
+            by_decay.setdefault(spec.decay_of(name, p), []).append(p)
+        groups = [{"params": members, "weight_decay": decay} for decay, members in by_decay.items()]
         fused = all(p.device.type in ("cpu", "cuda", "mps") for p in self.params.values())
         self._torch = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
+        self._dense = all(_is_dense(p) for p in self.params.values())
 
     def collect(self) -> None:
         """Add the gradients of low-precision parameters to their masters', in fp32."""
@@ -102,15 +109,27 @@ class AdamWOptimizer:
         named = [(name, p.grad) for name, p in self.trained.items() if p.grad is not None]
         if not named:
             return GradientNorm(0.0, ())
-        norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
+        norms = self._norms([grad for _, grad in named])
         value = float(torch.linalg.vector_norm(norms)) / divisor
         if torch.isfinite(torch.tensor(value)):
             return GradientNorm(value, ())
         bad = tuple(name for (name, _), fine in zip(named, torch.isfinite(norms).tolist(), strict=True) if not fine)
         return GradientNorm(value, bad or tuple(name for name, _ in named))
 
+    def _norms(self, grads: list[Tensor]) -> Tensor:
+        """The norm of every gradient, (n,)."""
+        if self._native() and all(_is_dense(grad) for grad in grads):
+            return torch.tensor([rows.square_sum(grad) for grad in grads], dtype=torch.float64).sqrt()
+        return torch.stack(torch._foreach_norm(grads))
+
+    @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         """One update at rate ``lr`` with the collected gradients times ``scale``."""
+        if self._native() and all(p.grad is None or _is_dense(p.grad) for p in self.trained.values()):
+            for name, p in self.trained.items():
+                if p.grad is not None:
+                    self._update(name, p, lr, scale)
+            return self.drop()
         grads = [p.grad for p in self.trained.values() if p.grad is not None]
         if scale != 1.0 and grads:
             torch._foreach_mul_(grads, scale)
@@ -118,9 +137,40 @@ class AdamWOptimizer:
             group["lr"] = lr
         self._torch.step()
         self.drop()
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                self.params[name].copy_(master)
+        for name, master in self.masters.items():
+            self.params[name].copy_(master)
+
+    def _native(self) -> bool:
+        """Whether the C++ kernel makes the updates: one pass over weight, gradient and moments."""
+        return self._dense and rows.LIBRARY.reason() is None
+
+    def _update(self, name: str, p: Tensor, lr: float, scale: float) -> None:
+        """The same arithmetic as PyTorch's fused step, with ``scale`` and a master's rounded copy in the same pass."""
+        spec, state = self.spec, self._torch.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        count, decay = float(state["step"]), spec.decay_of(name, p)
+        assert p.grad is not None
+        param = self.params[name]
+        copy = param.detach() if name in self.masters and param.dtype is torch.bfloat16 else None
+        rows.adamw(
+            p.detach(),
+            copy,
+            p.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            scale=scale,
+            betas=spec.betas,
+            eps=spec.eps,
+            rate=lr / (1 - spec.betas[0] ** count),
+            root=(1 - spec.betas[1] ** count) ** -0.5,
+            keep=1 - lr * decay,
+        )
+        torch.autograd.graph.increment_version((p, state["exp_avg"], state["exp_avg_sq"]))
+        if name in self.masters and copy is None:
+            param.copy_(p)
 
     def drop(self) -> None:
         """Forget the collected gradients; moments and weights stay."""
@@ -148,6 +198,13 @@ class AdamWOptimizer:
             self._torch.state[p] = {"step": left.pop(f"step.{name}").to(p.device), **moments}
         if left:
             raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the kernel can walk over ``tensor`` as it lies in memory."""
+    plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+    held = tensor.dtype in (torch.float32, torch.bfloat16)
+    return plain and held and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:

@@ -37,11 +37,13 @@ def check_parallel(recipe: Any) -> None:
 class Parallel:
     """``model`` over the processes of ``world``.
 
-    ``called`` is what an objective calls in its place. Gradients come out as the *mean* over processes of each one's
-    sum, which is what both engines compute: divide by (count / processes) for the exact gradient of the whole batch.
+    ``called`` is what an objective calls in its place. ``unused``: the objective leaves some parameters without a
+    gradient (a head that has no targets), which DDP must not wait for. Gradients come out as the *mean* over processes
+    of each one's sum, which is what both engines compute: divide by (count / processes) for the exact gradient of the
+    whole batch.
     """
 
-    def __init__(self, model: Model, world: World, kind: Kind) -> None:
+    def __init__(self, model: Model, world: World, kind: Kind, *, unused: bool = False) -> None:
         self.model, self.world = model, world
         self.kind = kind if world.size > 1 else None
         self.called: Any = model
@@ -51,8 +53,7 @@ class Parallel:
         if self.kind == "ddp":
             from torch.nn.parallel import DistributedDataParallel
 
-            # What an objective does not use (a head that has no targets) takes no gradient, and must not be waited for.
-            self._ddp = DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=True)
+            self._ddp = DistributedDataParallel(model, find_unused_parameters=unused)
             self.called = _Through(self._ddp, model)
         elif self.kind == "fsdp":
             self._shard()

@@ -7,7 +7,7 @@ import torch
 from phylon import hub
 from phylon.hub.load import stored_tensors
 from phylon.model import Model, ModelSpec, build
-from phylon.model.passes import Lora, add_lora, freeze, merge_lora, train_only
+from phylon.model.passes import add_lora, freeze, train_only
 from phylon.model.passes.select import matching
 from phylon.spec import from_data, override
 from phylon.spec.base import Head
@@ -85,18 +85,6 @@ def apply_tune(model: Model, tune: TuneRecipe) -> None:
     freeze(model, tune.freeze)
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError("[tune] leaves no parameter to train; name some in tune.train")
-
-
-def merged_copy(model: Model, lora: Lora | None) -> Model:
-    """A model of its own with the weights as they are now, adapters merged."""
-    if lora is None:
-        return model
-    copy = build(model.spec, device=model.device, dtype=model.dtype)
-    copy.tokenizer, copy.generation, copy.family = model.tokenizer, model.generation, model.family
-    add_lora(copy, lora)
-    copy.load_state_dict(model.state_dict())
-    merge_lora(copy)
-    return copy
 
 
 def check_tune(shape: Model, tune: TuneRecipe) -> None:

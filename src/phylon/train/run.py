@@ -17,7 +17,6 @@ from phylon.train.final import with_epochs
 from phylon.train.folder import check_free, claim, clear, is_run
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
-from phylon.train.pretrained import merged_copy
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
 from phylon.train.report import write_report, write_text
 from phylon.train.trainer import Trainer
@@ -95,7 +94,8 @@ def train(
             write_text(out / "recipe.toml", recipe_to_toml(wanted))
         state = trainer.run()
         model = trainer.whole_model()
-        world.from_first(lambda: _write(trainer, model, wanted, out))
+        averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
+        world.from_first(lambda: _write(trainer, model, averaged, wanted, out))
     finally:
         leave_world(world)
     return TrainResult(
@@ -153,12 +153,12 @@ def _prepared(
     return prepared
 
 
-def _write(trainer: Trainer, model: Model, recipe: Recipe, out: Path) -> None:
+def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recipe, out: Path) -> None:
     """The trained model, its adapter, the mean of its weights, the report."""
     model.eval()
-    if trainer.ema is not None and trainer.ema.updates and trainer.parallel.kind != "fsdp":
-        with trainer.ema.swapped():
-            save_model(merged_copy(model, recipe.tune.lora), out / "model_ema")
+    if averaged is not None:
+        merge_lora(averaged)
+        save_model(averaged, out / "model_ema")
     if lora_tensors(model):
         save_adapter(model, out / "adapter", replace=True)
         merge_lora(model)

@@ -29,6 +29,7 @@ from phylon.train.checkpoint import (
 from phylon.train.ema import Ema
 from phylon.train.gradients import Gradients
 from phylon.train.machine import check_threads, environment, resolve_precision
+from phylon.train.memory import keep_freed_memory
 from phylon.train.metrics import MetricsFile, NoMetrics, Record
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
@@ -62,6 +63,8 @@ class Session:
         self._threads_before = torch.get_num_threads()
         if run.threads is not None:
             torch.set_num_threads(run.threads)
+        if model.device.type == "cpu":
+            keep_freed_memory()
         self.model, self.loader, self.recipe = model, loader, recipe
         self.callbacks = callbacks if world.first else ()
         self.objective = recipe.objective
@@ -76,10 +79,10 @@ class Session:
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)
         self.checkpoints = self.out / "checkpoints"
-        self._compile()
+        unused = self._tried()
         if run.recompute == "blocks":
             recompute_blocks(model)
-        self.parallel = Parallel(model, world, run.parallel)
+        self.parallel = Parallel(model, world, run.parallel, unused=unused)
         parameters = self.parallel.parameters()
         self.optimizer: Any = build(recipe.optim, parameters.items())  # type: ignore[arg-type]
         self.gradients = Gradients(self.parallel, self.objective, self.optimizer, self.precision, run.accumulate)
@@ -126,17 +129,20 @@ class Session:
             self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
             self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
 
-    def whole_model(self) -> Model:
-        """The trained model on this process; with shards a new one that holds all of them (every process must ask)."""
-        if self.parallel.kind != "fsdp":
-            return self.model
-        whole = self.parallel.whole(model_tensors(self.model))
-        model = build_model(self.model.spec, dtype=self.model.dtype, device=self.device)
-        model.tokenizer, model.generation, model.family = (
-            self.model.tokenizer,
-            self.model.generation,
-            self.model.family,
-        )
+    def whole_model(self, *, averaged: bool = False) -> Model:
+        """The trained model on this process; every process must ask.
+
+        A new one where its weights are in shards, or where the mean of the weights is asked for.
+        """
+        mine = self.model
+        if self.parallel.kind != "fsdp" and not averaged:
+            return mine
+        whole = self.parallel.whole(model_tensors(mine))
+        if averaged:
+            assert self.ema is not None
+            whole |= self.parallel.whole(self.ema.means)
+        model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
+        model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
@@ -188,17 +194,25 @@ class Session:
         if random is not None:
             set_random_state(random)
 
-    def _compile(self) -> None:
-        if self.recipe.run.compile == "off":
-            return
-        trial = Gradients(
-            Parallel(self.model, World(), "ddp"), self.objective, _Dropping(self.model), self.precision, 1
-        )
+    def _tried(self) -> bool:
+        """Compile the blocks if the recipe says so; whether the objective leaves a parameter without a gradient."""
+        run, model = self.recipe.run, self.model
+        if run.compile == "off" and self.world.size == 1:
+            return False
+        parts = run.accumulate * self.world.size
+        gradients = Gradients(Parallel(model, World(), "ddp"), self.objective, _Dropping(model), self.precision, parts)
+        work = lambda: gradients.trial(self.loader.batch(0), keep=True)
         with random_state_kept():
-            reason = compile_blocks(self.model, lambda: trial.trial(self.loader.batch(0)))
-        self.environment["compiled"] = "blocks" if reason is None else "no"
-        if reason is not None:
-            self._say(f"torch.compile does not work here, going on without: {reason}")
+            if run.compile == "blocks":
+                reason = compile_blocks(model, work)
+                self.environment["compiled"] = "blocks" if reason is None else "no"
+                if reason is not None:
+                    self._say(f"torch.compile does not work here, going on without: {reason}")
+            else:
+                work()
+        unused = any(p.grad is None for p in model.parameters() if p.requires_grad)
+        model.zero_grad(set_to_none=True)
+        return unused
 
     def _machine_as_before(self, environment: dict[str, str]) -> None:
         """What was measured or found at the start of the run stays what it was, for the sake of the same bits."""

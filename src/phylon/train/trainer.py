@@ -185,8 +185,9 @@ class Trainer(Session):
     def _ratio(self) -> float:
         """The share of the peak rate at this step; less for a while after a roll-back."""
         policy = self.recipe.run.on_spike
-        slowly = isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until
-        return self._scheduled() * (policy.slow if slowly and isinstance(policy, RollBack) else 1.0)
+        if isinstance(policy, RollBack) and self.state.step < self.state.spikes.slow_until:
+            return self._scheduled() * policy.slow
+        return self._scheduled()
 
     def _scheduled(self) -> float:
         schedule, total = self.recipe.schedule, self.state.total
@@ -352,9 +353,12 @@ class Trainer(Session):
             return
         started = time.perf_counter()
         self._last["samples"] = self.state.step
+        model = self.whole_model()
+        if not self.world.first:
+            return
         try:
-            with random_state_kept(), torch.no_grad(), evaluating(self.model):
-                self.samples = self.sample(self.model)
+            with random_state_kept(), torch.no_grad(), evaluating(model):
+                self.samples = self.sample(model)
         except Exception as error:
             self._say(f"no samples at step {self.state.step}: {error}")
             return

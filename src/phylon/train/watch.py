@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phylon.account.flops import flops_per_token
 from phylon.model import Model
@@ -24,13 +24,13 @@ class Watcher:
 
     def __init__(self, model: Model, gradients: Gradients, parameters: Mapping[str, Tensor]) -> None:
         self.model, self.gradients = model, gradients
-        self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.parameters = parameters
         self.activation_bytes = 0
         self._before: dict[str, Tensor] = {}
 
     def before(self) -> None:
         """Keep a sample of every trained parameter."""
-        self._before = {name: _sample(p).clone() for name, p in self.parameters.items()}
+        self._before = {name: _sample(p).clone() for name, p in self.parameters.items() if p.requires_grad}
 
     def after(self) -> dict[str, Any]:
         """``update_ratio``: |change| / |weight| by layer; ``moved``: the share of the weights that are not as before.
@@ -54,13 +54,13 @@ class Watcher:
     @contextmanager
     def saved(self) -> Generator[None]:
         """Count the bytes that the forward pass inside keeps for the backward pass, beside weights, each once."""
-        own = {p.untyped_storage().data_ptr() for p in self.model.parameters()}
+        own = {p.untyped_storage().data_ptr() for p in self.parameters.values()}
         seen: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             with suppress(RuntimeError):  # a tensor without storage of its own
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() not in own:
+                if storage.data_ptr() not in own and not isinstance(tensor, nn.Parameter):
                     seen[storage.data_ptr()] = storage.nbytes()
             return tensor
 

@@ -7,6 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.part import Linear, Part, is_plain
 from phylon.ops.activation import ACTIVATIONS, check_activation
 from phylon.ops.feedforward import feedforward
+from phylon.ops.linear import is_few
 from phylon.spec.base import FeedForward, Mechanism
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import register
@@ -59,7 +60,7 @@ class MLPModule(Part):
         self.act = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        if _is_whole(self, ctx):
+        if _is_whole(self, x, ctx):
             return feedforward(x, _map(self.up_proj), _map(self.down_proj), activation=self.spec.activation)
         hidden = self.tap(ctx, "hidden", self.act(self.up_proj(x)))
         return self.down_proj(dropped(hidden, self.spec.dropout, self.training))
@@ -75,16 +76,16 @@ class GLUModule(Part):
         self.act = ACTIVATIONS[spec.activation]
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        if _is_whole(self, ctx):
+        if _is_whole(self, x, ctx):
             up, down, gate = (_map(m) for m in (self.up_proj, self.down_proj, self.gate_proj))
             return feedforward(x, up, down, gate, activation=self.spec.activation)
         hidden = self.tap(ctx, "hidden", self.act(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(dropped(hidden, self.spec.dropout, self.training))
 
 
-def _is_whole(ffn: "MLPModule | GLUModule", ctx: Context) -> bool:
+def _is_whole(ffn: "MLPModule | GLUModule", x: Tensor, ctx: Context) -> bool:
     """Whether one op may do all of ``ffn``: nobody looks at or changes its hidden values."""
-    if ctx.taps is not None or (ffn.training and ffn.spec.dropout):
+    if is_few(x) or ctx.taps is not None or (ffn.training and ffn.spec.dropout):
         return False
     return is_plain(*ffn.children())
 

@@ -108,13 +108,13 @@ class ClassifyModule(Part):
         return self.proj(dropped(x, self.spec.dropout, self.training))
 
     def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
-        targets, weights, smoothing = Targets.of(targets)
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         scores = self(hidden, ctx)
         if targets.shape != scores.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, scores {tuple(scores.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.n_classes:
             raise UserError(f"class {int(targets.max())} is out of range: the head has {self.spec.n_classes}")
-        return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights)
+        return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights, z_loss=z_loss)
 
 
 class PooledModule(Part):
@@ -173,7 +173,7 @@ class MaskedLMModule(Part):
         return self.proj(self.transform(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
-        targets, weights, smoothing = Targets.of(targets)
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.device.type == "cpu" and targets.numel() and int(targets.max()) >= self.spec.vocab_size:
@@ -189,6 +189,7 @@ class MaskedLMModule(Part):
             bias=self.proj.bias,
             label_smoothing=smoothing,
             weights=weights,
+            z_loss=z_loss,
         )
 
 

@@ -48,7 +48,7 @@ class LMHeadModule(Part):
 
     def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
         """Summed cross-entropy and its count, without the (B, T, V) logits."""
-        targets, weights, smoothing = Targets.of(targets)
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         if targets.shape != hidden.shape[:-1]:
             raise UserError(f"targets are {tuple(targets.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
         if targets.dtype not in (torch.int64, torch.int32):
@@ -62,7 +62,14 @@ class LMHeadModule(Part):
         weight, bias = self.proj.weight, self.proj.bias
         softcap = self.spec.softcap
         return linear_cross_entropy(
-            hidden, weight, targets, bias=bias, softcap=softcap, label_smoothing=smoothing, weights=weights
+            hidden,
+            weight,
+            targets,
+            bias=bias,
+            softcap=softcap,
+            label_smoothing=smoothing,
+            weights=weights,
+            z_loss=z_loss,
         )
 
 

@@ -50,6 +50,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.pattern.heads not in (1, self.n_heads):
+            raise UserError(f"the pattern is for {self.pattern.heads} heads, the mixer has {self.n_heads}")
         check_rate("dropout", self.dropout)
         if self.rotary is not None:
             self.rotary.check(self.head_dim)
@@ -61,6 +63,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
     def streams(self) -> str | None:
         if self.pattern.streams:
             return None
+        if self.pattern.needs_lengths:
+            return f"its pattern {type(self.pattern).__name__} depends on how long the text will be"
         return f"its pattern {type(self.pattern).__name__} lets tokens look ahead"
 
 

@@ -22,8 +22,8 @@ from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
 from phylon.layers.part import InitContext, Linear, Part
 from phylon.layers.state import RecurrentState, State, boundaries
-from phylon.ops.activation import ACTIVATIONS, check_activation
-from phylon.ops.scan import causal_conv, selective_scan
+from phylon.ops.activation import check_activation
+from phylon.ops.scan import StepCall, causal_conv, mamba_step, selective_scan
 from phylon.spec.base import Mechanism, Mixer, Norm
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build, register
@@ -72,7 +72,7 @@ class MambaModule(Part):
         inner, size, rank = spec.expand * d_model, spec.d_state, spec.dt_rank
         self.in_proj = Linear(d_model, inner, bias=spec.bias)
         self.gate_proj = Linear(d_model, inner, bias=spec.bias)
-        self.conv = CausalConv(inner, spec.d_conv, bias=spec.conv_bias)
+        self.conv = CausalConv(inner, spec.d_conv, spec.activation, bias=spec.conv_bias)
         self.x_proj = Linear(inner, rank + 2 * size, bias=False)
         self.dt_norm, self.b_norm, self.c_norm = (
             None if spec.inner_norm is None else build(spec.inner_norm, width) for width in (rank, size, size)
@@ -82,7 +82,6 @@ class MambaModule(Part):
         self.A_log = nn.Parameter(torch.empty(inner, size))
         self.D = nn.Parameter(torch.empty(inner))
         self.out_proj = Linear(inner, d_model, bias=spec.bias, role="out")
-        self.act = ACTIVATIONS[spec.activation]
 
     def init_parameters(self, init: InitContext) -> None:
         decays = torch.arange(1, self.spec.d_state + 1, dtype=torch.float32).log()
@@ -94,18 +93,49 @@ class MambaModule(Part):
         breaks = boundaries(ctx)
         part = None if ctx.state is None else ctx.state.parts[self.path]
         assert part is None or isinstance(part, RecurrentState)
-        tail, h = (None, None) if part is None else part.tensors
-        u, tail = self.conv(self.in_proj(x), tail, ctx)
-        u = self.act(u)
+        if part is not None and self._steps(x, ctx):
+            return self.out_proj(self._step(x, part))
+        (tail, h), (next_tail, next_h) = ((None, None),) * 2 if part is None else (part.tensors, part.spare)
+        u, tail = self.conv(self.in_proj(x), tail, next_tail, ctx)
         dt, B, C = self.x_proj(u).split([self.spec.dt_rank, self.spec.d_state, self.spec.d_state], -1)
         if self.dt_norm is not None and self.b_norm is not None and self.c_norm is not None:
             dt, B, C = self.dt_norm(dt), self.b_norm(B), self.c_norm(C)
         dt, u = self.tap(ctx, "dt", step_sizes(self.dt_proj(dt), self.dt_bias)), self.tap(ctx, "u", u)
         A = -torch.exp(at_least_fp32(self.A_log))
-        y, h = selective_scan(u, dt, A, B, C, self.D, state=h, resets=breaks.resets, real=breaks.real)
+        y, h = selective_scan(u, dt, A, B, C, self.D, state=h, resets=breaks.resets, real=breaks.real, into=next_h)
         if part is not None:
             part.update(tail, h)
         return self.out_proj(self.tap(ctx, "y", y) * F.silu(self.gate_proj(x)))
+
+    def _steps(self, x: Tensor, ctx: Context) -> bool:
+        """Whether this is one plain token, of which nobody wants to see the parts, through maps that are only maps."""
+        breaks, maps = boundaries(ctx), (self.x_proj, self.dt_proj)
+        plain = x.shape[1] == 1 and breaks.resets is None and breaks.real is None and ctx.taps is None
+        return plain and self._has_step and (type(maps[0]), type(maps[1])) == (Linear, StepProjection)
+
+    @property
+    def _has_step(self) -> bool:
+        return self.spec.inner_norm is None and self.spec.activation == "silu"
+
+    def _step(self, x: Tensor, part: RecurrentState) -> Tensor:
+        call = StepCall(
+            x=self.in_proj(x),
+            z=self.gate_proj(x),
+            conv_weight=self.conv.weight,
+            conv_bias=self.conv.bias,
+            x_proj=self.x_proj.weight,
+            dt_proj=self.dt_proj.weight,
+            dt_bias=self.dt_bias,
+            A_log=self.A_log,
+            D=self.D,
+            tail=part.tensors[0],
+            state=part.tensors[1],
+            new_tail=part.spare[0],
+            new_state=part.spare[1],
+        )
+        y = mamba_step(call)
+        part.update(*part.spare)
+        return y
 
     def add_state(self, state: State, max_len: int | None) -> None:
         """The convolution's last inputs (B, W - 1, D) in the model's dtype, and h (B, D, N) in fp32."""
@@ -116,10 +146,14 @@ class MambaModule(Part):
 
 
 class CausalConv(Part):
-    """The depthwise convolution over the last ``d_conv`` inputs of each channel: ``weight`` (D, W), the last is now."""
+    """The depthwise convolution over the last ``d_conv`` inputs of each channel: ``weight`` (D, W), the last is now.
 
-    def __init__(self, width: int, d_conv: int, *, bias: bool) -> None:
+    The ``activation`` of that name follows.
+    """
+
+    def __init__(self, width: int, d_conv: int, activation: str, *, bias: bool) -> None:
         super().__init__()
+        self.activation = activation
         self.weight = nn.Parameter(torch.empty(width, d_conv))
         self.bias = nn.Parameter(torch.empty(width)) if bias else None
 
@@ -129,9 +163,19 @@ class CausalConv(Part):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, tail: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, tail: Tensor | None, into: Tensor | None, ctx: Context) -> tuple[Tensor, Tensor]:
+        """Outputs, and the new tail, written ``into`` that memory where it is given."""
         breaks = boundaries(ctx)
-        return causal_conv(x, self.weight, self.bias, tail=tail, resets=breaks.resets, real=breaks.real)
+        return causal_conv(
+            x,
+            self.weight,
+            self.bias,
+            activation=self.activation,
+            tail=tail,
+            resets=breaks.resets,
+            real=breaks.real,
+            into=into,
+        )
 
 
 class StepProjection(Linear):

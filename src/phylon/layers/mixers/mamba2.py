@@ -17,7 +17,7 @@ from phylon.layers.context import Context
 from phylon.layers.mixers.mamba import CausalConv, at_least_fp32, check_step_sizes, draw_step_bias, step_sizes
 from phylon.layers.part import InitContext, Linear, Part
 from phylon.layers.state import RecurrentState, State, boundaries
-from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.ops.activation import check_activation
 from phylon.ops.norm import rms_norm
 from phylon.ops.scan import ssd_scan
 from phylon.ops.scan.ssd import CHUNK
@@ -88,13 +88,12 @@ class Mamba2Module(Part):
         self.in_proj = Linear(d_model, sum(spec.widths), bias=spec.bias)
         self.gate_proj = Linear(d_model, spec.inner, bias=spec.bias)
         self.dt_proj = Linear(d_model, spec.n_heads, bias=spec.bias)
-        self.conv = CausalConv(sum(spec.widths), spec.d_conv, bias=spec.conv_bias)
+        self.conv = CausalConv(sum(spec.widths), spec.d_conv, spec.activation, bias=spec.conv_bias)
         self.dt_bias = nn.Parameter(torch.empty(spec.n_heads))
         self.A_log = nn.Parameter(torch.empty(spec.n_heads))
         self.D = nn.Parameter(torch.empty(spec.n_heads))
         self.norm = GatedNorm(spec.inner, spec.n_groups, spec.eps)
         self.out_proj = Linear(spec.inner, d_model, bias=spec.bias, role="out")
-        self.act = ACTIVATIONS[spec.activation]
 
     def init_parameters(self, init: InitContext) -> None:
         """``A`` uniform in [1, 16], as the released code draws it."""
@@ -107,9 +106,9 @@ class Mamba2Module(Part):
         spec, breaks = self.spec, boundaries(ctx)
         part = None if ctx.state is None else ctx.state.parts[self.path]
         assert part is None or isinstance(part, RecurrentState)
-        tail, h = (None, None) if part is None else part.tensors
-        joined, tail = self.conv(self.in_proj(x), tail, ctx)
-        u, B, C = self.act(joined).split(spec.widths, -1)
+        (tail, h), (next_tail, next_h) = ((None, None),) * 2 if part is None else (part.tensors, part.spare)
+        joined, tail = self.conv(self.in_proj(x), tail, next_tail, ctx)
+        u, B, C = joined.split(spec.widths, -1)
         dt = step_sizes(self.dt_proj(x), self.dt_bias)
         if spec.dt_low > 0 or spec.dt_high is not None:
             dt = dt.clamp(spec.dt_low, spec.dt_high)
@@ -123,6 +122,7 @@ class Mamba2Module(Part):
             state=h,
             resets=breaks.resets,
             real=breaks.real,
+            into=next_h,
         )
         if part is not None:
             part.update(tail, h)

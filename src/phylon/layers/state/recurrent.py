@@ -17,24 +17,27 @@ if TYPE_CHECKING:
 class RecurrentState(StatePart):
     """``tensors`` (B, …) each: for Mamba the inputs of the convolution before, and the state of the recurrence.
 
-    A forward pass reads them and calls ``update``; the new ones count from ``commit`` on.
+    A forward pass reads them and calls ``update``; the new ones count from ``commit`` on. ``spare`` is memory for the
+    new ones, so that a step allocates nothing and a pass that fails leaves the old ones as they were.
     """
 
     def __init__(self, *tensors: Tensor) -> None:
         self.tensors = tensors
+        self.spare = tuple(torch.empty_like(t) for t in tensors)
         self._pending: tuple[Tensor, ...] | None = None
 
     def update(self, *tensors: Tensor) -> None:
         """What the chunk under way leaves behind, in the order and with the shapes of ``tensors``."""
         assert [t.shape for t in tensors] == [t.shape for t in self.tensors], "a recurrent state keeps its shapes"
-        self._pending = tuple(new.to(old.dtype) for new, old in zip(tensors, self.tensors, strict=True))
+        self._pending = tensors
 
     def commit(self, chunk: Chunk, state: "State") -> None:
         assert self._pending is not None, "the mixer did not update its state"
-        # Copied, because a new tensor may be a view of a whole chunk.
-        for old, new in zip(self.tensors, self._pending, strict=True):
-            old.copy_(new)
-        self._pending = None
+        for kept, new in zip(self.spare, self._pending, strict=True):
+            if new is not kept:
+                # Copied, because a new tensor may be a view of a whole chunk.
+                kept.copy_(new)
+        self.tensors, self.spare, self._pending = self.spare, self.tensors, None
 
     def rollback(self) -> None:
         self._pending = None

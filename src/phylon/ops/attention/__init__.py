@@ -7,12 +7,15 @@ from torch import Tensor
 
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall, ScoreBias
+from phylon.ops.attention.flex import Flex
+from phylon.ops.attention.native import Native
+from phylon.ops.attention.online import Online
 from phylon.ops.attention.reference import Reference
 from phylon.ops.attention.sdpa import Sdpa
 from phylon.ops.dispatch import Dispatch, Reason
 from phylon.patterns import Full, Pattern, Records
 
-dispatch: Dispatch[AttentionCall] = Dispatch("attention", [Sdpa(), Reference()])
+dispatch: Dispatch[AttentionCall] = Dispatch("attention", [Native(), Sdpa(), Online(), Flex(), Reference()])
 
 
 def attention(

@@ -51,6 +51,15 @@ class AttentionCall:
             raise UserError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
         if not (q.dtype == k.dtype == v.dtype):
             raise UserError(f"attention dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+        if not q.dtype.is_floating_point:
+            raise UserError(f"attention computes floating point numbers, got {q.dtype}")
+        if not (q.device == k.device == v.device):
+            raise UserError(f"attention tensors are on different devices: q {q.device}, k {k.device}, v {v.device}")
+        for name, side, length in (("query", self.query, q.shape[1]), ("key", self.key, k.shape[1])):
+            if side is not None and side.positions.shape[1] != length:
+                raise UserError(f"{name} records of {side.positions.shape[1]} tokens do not fit {length} of the tensor")
+        if self.sink is not None and self.sink.shape != q.shape[2:3]:
+            raise UserError(f"sink must be ({q.shape[2]},), one a head, got {tuple(self.sink.shape)}")
         if self.pattern.heads not in (1, q.shape[2]):
             raise UserError(f"the pattern is for {self.pattern.heads} heads, the call has {q.shape[2]}")
         check_rate("dropout", self.dropout)

@@ -43,6 +43,11 @@ struct Call {
     int64_t plan_batch, plan_heads;
     const int32_t *row_starts, *key_tiles, *masks;
     const uint64_t* bits;  // (masks, 64) one word a query, one bit a key
+    // Of few queries only, in elements, the stride of the keys is 1: a mask of bytes, and the bias of every pair, or null.
+    const uint8_t* dense_mask;
+    int64_t mask_batch, mask_head, mask_query;
+    const float* dense_bias;
+    int64_t bias_batch, bias_head, bias_query;
 
     int64_t query_tiles() const { return (T + TILE - 1) / TILE; }
     int64_t key_tiles_count() const { return (S + TILE - 1) / TILE; }

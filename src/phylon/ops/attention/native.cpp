@@ -1,12 +1,34 @@
 // Attention on CPUs: the C interface. Everything is described in tile.h (arithmetic), layout.h (what a call is), scores.h,
 // forward.h and backward.h.
 #include "backward.h"
+#include "few.h"
+
+namespace {
+
+// The call with no more threads than it has work for: waking a thread takes as long as this many products.
+Call crewed(const Call& call) {
+    Call c = call;
+    double products = double(c.B) * c.H * c.T * double(std::min(c.S, c.most - c.least + 1)) * double(c.E + c.Ev);
+    c.threads = std::clamp<int64_t>(int64_t(products / 3e5), 1, c.threads);
+    return c;
+}
+
+}  // namespace
 
 extern "C" {
 
 // Output and log-sum-exp. `dtype` 0: float, 1: bfloat16.
-void attention_forward(const Call* call, int64_t dtype) { dtype == 0 ? forward<float>(*call) : forward<bf16>(*call); }
+void attention_forward(const Call* call, int64_t dtype) {
+    dtype == 0 ? forward<float>(crewed(*call)) : forward<bf16>(crewed(*call));
+}
+
+// The output alone, for few queries and heads that share a key head; without dropout.
+void attention_few(const Call* call, int64_t dtype) {
+    dtype == 0 ? few<float>(crewed(*call)) : few<bf16>(crewed(*call));
+}
 
 // All gradients, from the output and the log-sum-exp of the forward pass.
-void attention_backward(const Call* call, int64_t dtype) { dtype == 0 ? backward<float>(*call) : backward<bf16>(*call); }
+void attention_backward(const Call* call, int64_t dtype) {
+    dtype == 0 ? backward<float>(crewed(*call)) : backward<bf16>(crewed(*call));
+}
 }

@@ -5,7 +5,7 @@ weights of every tile once more from the log-sum-exp of its rows. Tiles that the
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,22 +13,27 @@ import torch
 from torch import Tensor
 
 from phylon.ops.attention.call import AttentionCall
-from phylon.ops.attention.plan import FULL, TilePlan, tile_plan
+from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
 from phylon.ops.random import keep_mask
+
+_BLOCKS = ((256, 512), (128, 256), (128, 128), (64, 64))
+_STEP = 40_000
+"""What a step costs besides its scores, in scores: some ten operations of a few microseconds each."""
 
 
 class Online:
     """Any device, dtype and pattern, in at least fp32, forward and backward; memory O(T + S).
 
-    ``block_q`` queries and ``block_k`` keys are a tile; heads share a step while all their scores are ``scores`` numbers
-    at most, which should fit a CPU's cache.
+    A tile is the one of ``blocks`` (queries, keys) with which the pattern costs least: large tiles take fewer steps,
+    and small ones compute less in vain. Heads share a step while all their scores are ``scores`` numbers at most, which
+    should fit a CPU's cache.
     """
 
     name = "online"
 
-    def __init__(self, block_q: int = 256, block_k: int = 512, scores: int = 2**19) -> None:
-        self.block_q, self.block_k, self.scores = block_q, block_k, scores
+    def __init__(self, blocks: Sequence[tuple[int, int]] = _BLOCKS, scores: int = 2**19) -> None:
+        self.blocks, self.scores = tuple(blocks), scores
 
     def available(self) -> str | None:
         return None
@@ -45,10 +50,24 @@ class Online:
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
-        plan = tile_plan(call, self.block_q, self.block_k)
+        plan = tile_plan(call, *self._choose(call))
         return _Attention.apply(
             call.q, call.k, call.v, call.sink, call, plan, self.scores, *parameters(call.bias).values()
         )
+
+    def _choose(self, call: AttentionCall) -> tuple[int, int]:
+        t, s = call.q.shape[1], call.k.shape[1]
+        largest = self.blocks[0]
+        if len(self.blocks) == 1 or t * s <= largest[0] * largest[1]:
+            return largest
+        rows = max((side.batch for side in (call.query, call.key) if side is not None), default=1)
+        sharing = call.q.shape[0] * call.q.shape[2] // (rows * call.pattern.heads)
+
+        def cost(block: tuple[int, int]) -> int:
+            kept, size = count_tiles(call, *block), sharing * min(block[0], t) * min(block[1], s)
+            return kept * (size + _STEP * -(-size // self.scores))
+
+        return min(self.blocks, key=cost)
 
 
 @dataclass(frozen=True)
@@ -95,10 +114,10 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Where the kept tile of a unit lies, and its mask (queries, keys) unless it is full."""
+    """Where a kept tile lies, and what of it is hidden (queries, keys) unless it is full."""
 
     keys: slice
-    mask: Tensor | None
+    hidden: Tensor | None
 
 
 class _Work:
@@ -150,7 +169,7 @@ class _Work:
         if index not in self._masks:
             if len(self._masks) >= 8:
                 self._masks.clear()
-            self._masks[index] = self.plan.mask(index)
+            self._masks[index] = ~self.plan.mask(index)
         return self._masks[index][: queries.stop - queries.start, : keys.stop - keys.start]
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
@@ -181,8 +200,8 @@ class _Work:
             tanh = scores.div_(self.call.softcap).tanh_()
             slope = 1 - tanh.square()
             scores.mul_(self.call.softcap)
-        if tile.mask is not None:
-            unit.by_head(scores, n).masked_fill_(~tile.mask, -math.inf)
+        if tile.hidden is not None:
+            unit.by_head(scores, n).masked_fill_(tile.hidden, -math.inf)
         return slope
 
     def keep(self, unit: _Unit, queries: slice, tile: _Tile) -> Tensor | None:
@@ -214,7 +233,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
                 scores = work.product("scores", q_NRE, k_NSE[:, tile.keys].mT)
                 work.adjust(unit, queries, tile, scores)
                 new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-                shift = new_top if tile.mask is None else new_top.masked_fill(new_top == -math.inf, 0)
+                shift = new_top if tile.hidden is None else new_top.masked_fill(new_top == -math.inf, 0)
                 weights, shrink = scores.sub_(shift).exp_(), torch.exp(top - shift)
                 total.mul_(shrink).add_(weights.sum(-1, keepdim=True))
                 keep = work.keep(unit, queries, tile)
@@ -272,7 +291,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # type: ignore[bad-override]
         q, k, v, sink, out, lse = ctx.saved_tensors
         work = _Work(replace(ctx.call, q=q, k=k, v=v, sink=sink), ctx.plan, ctx.scores)
         with torch.autocast(q.device.type, enabled=False):
@@ -288,7 +307,7 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
     d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
     plain = call.bias is None and call.softcap is None
     for unit in work.units():
-        # Keys and values with a one more, queries with -lse and gradients with -delta: the products subtract as they go.
+        # A one beside keys and values, -lse beside queries and -delta beside gradients: the products subtract as well.
         k_NSE, v_NSE = (_beside(work.seen(unit, unit.keys(x)), 1.0) for x in (call.k, call.v))
         e, ev = call.k.shape[3], call.v.shape[3]
         dk_NSE, dv_NSE = k_NSE.new_zeros(*k_NSE.shape[:2], e), v_NSE.new_zeros(*v_NSE.shape[:2], ev)

@@ -128,6 +128,26 @@ def tile_plan(call: AttentionCall, block_q: int, block_k: int) -> TilePlan:
     return plan
 
 
+def count_tiles(call: AttentionCall, block_q: int, block_k: int) -> int:
+    """About how many tiles ``tile_plan`` would keep, from bounds alone."""
+    holder = call.query or call.key
+    if holder is None:
+        return _aligned_count(call.pattern, call.q.shape[1], call.k.shape[1], block_q, block_k, call.q.device)
+    name = ("count", call.visible, id(call.query), id(call.key), call.q.shape[1], call.k.shape[1], block_q, block_k)
+    return holder.memo(name, lambda: _count(call.visible, *call.records(), block_q, block_k))
+
+
+@lru_cache(maxsize=256)
+def _aligned_count(pattern: Pattern, t: int, s: int, block_q: int, block_k: int, device: torch.device) -> int:
+    query, key = aligned(t, s, device)
+    return _count(pattern, *(measured(query, key) if pattern.needs_lengths else (query, key)), block_q, block_k)
+
+
+def _count(pattern: Pattern, query: Records, key: Records, block_q: int, block_k: int) -> int:
+    maps = (max(query.batch, key.batch), pattern.heads)
+    return len(_candidates(pattern, Bounds.of(query, block_q), Bounds.of(key, block_k), maps)[0])
+
+
 @lru_cache(maxsize=64)
 def _aligned_plan(pattern: Pattern, t: int, s: int, block_q: int, block_k: int, device: torch.device) -> TilePlan:
     query, key = aligned(t, s, device)

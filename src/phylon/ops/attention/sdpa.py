@@ -5,11 +5,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phylon.ops.attention.call import AttentionCall
-from phylon.patterns import Causal, Pattern, Window
+from phylon.patterns import Causal, Full, Window
+
+_LARGEST_MASK = 2**22
+"""Pairs, on a CPU: beyond, tiles are faster as well (``benchmarks/attention``); a GPU has the memory for more."""
 
 
 class Sdpa:
-    """Fast where the pattern is plain; every other pattern becomes a dense (T, S) mask, O(T S) memory."""
+    """Fast where the pattern is plain; any other becomes a dense (T, S) mask, which it refuses for long texts."""
 
     name = "sdpa"
 
@@ -27,25 +30,26 @@ class Sdpa:
             return "scores and weights are not visible"
         if 0 in call.q.shape or 0 in call.k.shape:
             return "an empty dimension"
+        limit = _LARGEST_MASK * (1 if call.q.device.type == "cpu" else 64)
+        if call.q.shape[1] * call.k.shape[1] > limit and _plain_flag(call) is None:
+            return f"its mask of {call.q.shape[1]} x {call.k.shape[1]} would be dense"
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
         grouped = call.q.shape[2] != call.k.shape[2]
-        if call.bias is None and not call.segmented and call.query is None and call.key is None:
-            flag = _causal_flag(call.pattern, q.shape[2], k.shape[2])
-            if flag is not None:
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.factor, enable_gqa=grouped)
-                return out.transpose(1, 2)
+        flag = _plain_flag(call)
+        if flag is not None:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.factor, enable_gqa=grouped)
+            return out.transpose(1, 2)
         mask, bias = call.mask(), call.bias_scores()
         if mask is None:
             attn_mask = None if bias is None else bias.to(q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.factor, enable_gqa=grouped)
             return out.transpose(1, 2)
-        if call.segmented:
-            # Padding can hold anything, NaN included, and a masked NaN is still NaN in the product.
-            unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
-            k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+        # What nobody sees can hold anything, NaN included, and a masked NaN is still NaN in the product.
+        unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
+        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
         seen = mask.any(dim=-1, keepdim=True)
         if bias is None:
             attn_mask = mask | ~seen
@@ -55,9 +59,14 @@ class Sdpa:
         return torch.where(seen, out, 0).transpose(1, 2)
 
 
-def _causal_flag(pattern: Pattern, n_queries: int, n_keys: int) -> bool | None:
-    """SDPA's ``is_causal`` where that says the pattern for aligned records, else ``None``."""
-    causal = isinstance(pattern, Causal) or (isinstance(pattern, Window) and pattern.size >= n_keys)
-    if causal and n_queries == 1:
+def _plain_flag(call: AttentionCall) -> bool | None:
+    """SDPA's ``is_causal`` where that says all there is to say, else ``None``: then it takes a mask."""
+    if call.bias is not None or call.segmented or call.query is not None or call.key is not None:
+        return None
+    if isinstance(call.pattern, Full):
         return False
-    return True if causal and n_queries == n_keys else None
+    t, s = call.q.shape[1], call.k.shape[1]
+    causal = isinstance(call.pattern, Causal) or (isinstance(call.pattern, Window) and call.pattern.size >= s)
+    if causal and t == 1:
+        return False
+    return True if causal and t == s else None

@@ -29,26 +29,28 @@ def hides_parameters(bias: ScoreBias) -> bool:
 class TileBias:
     """The bias of a call in tiles, with fresh copies of its parameters, whose gradients it gathers.
 
-    Where the bias depends on the distance alone and positions follow each other, all of it is a strip (H, T + S - 1) from
-    which every tile is cut; otherwise each tile is computed from the records.
+    Where the bias depends on the distance alone and positions follow each other, all of it is a strip (H, T + S - 1)
+    from which every tile is cut; otherwise each tile is computed from the records.
     """
 
     def __init__(self, call: AttentionCall) -> None:
         assert call.bias is not None
         self.tensors = {name: value.detach().requires_grad_() for name, value in parameters(call.bias).items()}
-        self.bias: Any = copy.copy(call.bias)
+        bias: Any = copy.copy(call.bias)
+        self.bias = bias
         for name, value in self.tensors.items():
-            object.__setattr__(self.bias, name, value)
+            object.__setattr__(bias, name, value)
         self.sides = call.records()
         self.wide = torch.promote_types(call.q.dtype, torch.float32)
         self.n_queries = call.q.shape[1]
         self.grads = [torch.zeros_like(value) for value in self.tensors.values()]
         self.strip: Tensor | None = None
         if isinstance(call.bias, AlibiBias | BucketBias) and call.query is None and call.key is None:
-            # Column c: the key c - (T - 1) places after the query.
-            after = torch.arange(call.k.shape[1] + self.n_queries - 1, device=call.q.device) - (self.n_queries - 1)
+            # Column c: keys c - (T - 1) indices after the query; the last query stands at the last key.
+            n_keys, t = call.k.shape[1], self.n_queries
+            distance = n_keys - 1 - torch.arange(n_keys + t - 1, device=call.q.device)
             with torch.enable_grad():
-                self.strip = self.bias.by_distance(-after).to(self.wide)
+                self.strip = bias.by_distance(distance).to(self.wide)
             self.strip_grad = torch.zeros_like(self.strip, requires_grad=False)
 
     def tile(self, rows: slice, heads: slice, queries: slice, keys: slice) -> Tensor:

@@ -7,9 +7,10 @@ from torch import Tensor
 from phylon.ops.dispatch import Dispatch, Reason
 from phylon.ops.experts.call import ExpertCall, ExpertWeights
 from phylon.ops.experts.grouped import Grouped
+from phylon.ops.experts.native import Native
 from phylon.ops.experts.reference import Reference
 
-dispatch: Dispatch[ExpertCall] = Dispatch("experts", [Grouped(), Reference()])
+dispatch: Dispatch[ExpertCall] = Dispatch("experts", [Native(), Grouped(), Reference()])
 
 
 def experts(

@@ -19,7 +19,7 @@ def feedforward(
     activation: str,
     backend: str | None = None,
 ) -> Tensor:
-    """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``; each map is a weight (out, in) and a bias or ``None``."""
+    """``down(act(up(x)))``, or ``down(act(gate(x)) * up(x))``; a map is a weight (out, in) and a bias or ``None``."""
     call = FeedForwardCall(x, up, down, gate, activation)
     return dispatch.pick(call, backend).run(call)
 

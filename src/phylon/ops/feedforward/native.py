@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phylon.ops.feedforward.call import FeedForwardCall
 from phylon.ops.linear.joined import affine, bias_gradient, kept, refusal
-from phylon.ops.products import compute_dtype, operand, product
+from phylon.ops.products import compute_dtype, operand
 from phylon.ops.rows import native as rows
 
 
@@ -48,43 +48,45 @@ class _FeedForward(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         wide = operand(x, dtype)
-        before_NF = product(wide, operand(up, dtype).T, dtype)
-        gate_NF = None if gate is None else product(wide, operand(gate, dtype).T, dtype)
+        # In the products' own dtype until the end: on machines without bf16 units nothing is rounded in between.
+        before_NF = torch.mm(wide, operand(up, dtype).T)
+        gate_NF = None if gate is None else torch.mm(wide, operand(gate, dtype).T)
         hidden_NF = _activated(activation, before_NF, up_bias, gate_NF, gate_bias)
-        made = affine(operand(hidden_NF, dtype), down, down_bias, dtype)
-        ctx.save_for_backward(kept(x, dtype), up, up_bias, down, gate, gate_bias, before_NF, gate_NF)
+        made = affine(hidden_NF, down, down_bias, dtype)
+        stored = (kept(before_NF, dtype), None if gate_NF is None else kept(gate_NF, dtype))
+        ctx.save_for_backward(kept(x, dtype), up, up_bias, down, gate, gate_bias, *stored)
         ctx.activation, ctx.dtype, ctx.of_x = activation, dtype, x.dtype
         ctx.down_bias = None if down_bias is None else down_bias.dtype
         return made
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, up, up_bias, down, gate, gate_bias, before_NF, gate_NF = ctx.saved_tensors
         dtype, grad = ctx.dtype, grads[0].contiguous()
+        need_x, need_up, _, need_down, need_down_bias, need_gate, *_ = ctx.needs_input_grad
         g = operand(grad, dtype)
-        grad_NF = product(g, operand(down, dtype), dtype)
+        grad_NF = torch.mm(g, operand(down, dtype))
+        before_NF = operand(before_NF, dtype)
+        gate_NF = None if gate_NF is None else operand(gate_NF, dtype)
         made = _gradients(ctx.activation, grad_NF, before_NF, up_bias, gate_NF, gate_bias)
         assert made.y is not None
-        grad_down = torch.mm(g.T, operand(made.y, dtype)).to(down.dtype)
+        grad_down = torch.mm(g.T, made.y).to(down.dtype) if need_down else None
         # Without a gate the activation's argument is up, with one it is the gate.
         of_up, of_up_bias = (made.x, made.bias) if gate is None else (made.up, made.up_bias)
         assert of_up is not None
-        wide, g_up = operand(x, dtype), operand(of_up, dtype)
-        grad_up = torch.mm(g_up.T, wide).to(up.dtype)
-        grad_x = torch.mm(g_up, operand(up, dtype)) if ctx.needs_input_grad[0] else None
-        grad_gate = None
-        if gate is not None:
-            g_gate = operand(made.x, dtype)
-            grad_gate = torch.mm(g_gate.T, wide).to(gate.dtype)
-            if grad_x is not None:
-                grad_x.addmm_(g_gate, operand(gate, dtype))
+        wide = operand(x, dtype)
+        grad_up = torch.mm(of_up.T, wide).to(up.dtype) if need_up else None
+        grad_x = torch.mm(of_up, operand(up, dtype)) if need_x else None
+        grad_gate = torch.mm(made.x.T, wide).to(gate.dtype) if need_gate else None
+        if gate is not None and grad_x is not None:
+            grad_x.addmm_(made.x, operand(gate, dtype))
         return (
             None if grad_x is None else grad_x.to(ctx.of_x),
             grad_up,
             None if of_up_bias is None else of_up_bias.to(up_bias.dtype),
             grad_down,
-            None if ctx.down_bias is None else bias_gradient(grad, ctx.down_bias),
+            bias_gradient(grad, ctx.down_bias) if need_down_bias else None,
             grad_gate,
             None if gate is None or made.bias is None else made.bias.to(gate_bias.dtype),
             None,

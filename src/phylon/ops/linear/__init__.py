@@ -4,7 +4,7 @@ from torch import Tensor
 
 from phylon.ops.dispatch import Dispatch
 from phylon.ops.linear.call import LinearCall
-from phylon.ops.linear.joined import Joined
+from phylon.ops.linear.joined import Joined, is_few
 from phylon.ops.linear.reference import Reference
 
 dispatch: Dispatch[LinearCall] = Dispatch("linear", [Joined(), Reference()])
@@ -18,4 +18,4 @@ def linears(
     return dispatch.pick(call, backend).run(call)
 
 
-__all__ = ["LinearCall", "dispatch", "linears"]
+__all__ = ["LinearCall", "dispatch", "is_few", "linears"]

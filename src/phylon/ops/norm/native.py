@@ -58,7 +58,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         total, weight, mean, rstd = ctx.saved_tensors
         grad_total, grad_y = grad_outputs
         added, w, b = ctx.dtypes

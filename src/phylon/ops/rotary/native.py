@@ -36,8 +36,9 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return rows.rotary(_dense_heads(grads[0]), *ctx.tables, -1.0), None, None
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
+        cosine, sine = ctx.tables
+        return rows.rotary(_dense_heads(grads[0]), cosine, sine, -1.0), None, None
 
 
 def _dense_heads(x: Tensor) -> Tensor:

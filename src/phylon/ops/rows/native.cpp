@@ -1,6 +1,7 @@
 // Kernels over the rows of a training step, as plain C over pointers. Every result is the same for any number of threads.
 #include "activation.h"
 #include "adamw.h"
+#include "experts.h"
 #include "loss.h"
 #include "norm.h"
 #include "rotary.h"
@@ -133,5 +134,32 @@ void rows_rotary(int low, const void* x, const void* cosine, const void* sine, v
     else
         rotary(FLOAT(x), FLOAT(cosine), FLOAT(sine), FLOAT(y), batch, tokens, heads, e, half, stride_b, stride_t,
                stride_h, table_b, sign);
+}
+
+void rows_gather(int low, const void* x, const void* index, void* y, long rows, long d) {
+    const int64_t* from = (const int64_t*)index;
+    low ? gather(BF16(x), from, BF16(y), rows, d) : gather(FLOAT(x), from, FLOAT(y), rows, d);
+}
+
+// types: 1 are bf16 rows, 2 is a bf16 sum.
+void rows_combine(int types, const void* x, const void* where, const void* gates, void* y, long n, long k, long d) {
+    const int64_t* at = (const int64_t*)where;
+    switch (types) {
+        case 0: return combine(FLOAT(x), at, FLOAT(gates), FLOAT(y), n, k, d);
+        case 1: return combine(BF16(x), at, FLOAT(gates), FLOAT(y), n, k, d);
+        case 2: return combine(FLOAT(x), at, FLOAT(gates), BF16(y), n, k, d);
+        case 3: return combine(BF16(x), at, FLOAT(gates), BF16(y), n, k, d);
+    }
+}
+
+void rows_combine_backward(int types, const void* dy, const void* x, const void* where, const void* gates, void* dx,
+                           void* dgates, long n, long k, long d) {
+    const int64_t* at = (const int64_t*)where;
+    switch (types) {
+        case 0: return combine_backward(FLOAT(dy), FLOAT(x), at, FLOAT(gates), FLOAT(dx), FLOAT(dgates), n, k, d);
+        case 1: return combine_backward(FLOAT(dy), BF16(x), at, FLOAT(gates), BF16(dx), FLOAT(dgates), n, k, d);
+        case 2: return combine_backward(BF16(dy), FLOAT(x), at, FLOAT(gates), FLOAT(dx), FLOAT(dgates), n, k, d);
+        case 3: return combine_backward(BF16(dy), BF16(x), at, FLOAT(gates), BF16(dx), FLOAT(dgates), n, k, d);
+    }
 }
 }

@@ -21,6 +21,8 @@ def refusal(*tensors: Tensor | None) -> str | None:
     """Why the kernels cannot take these tensors: the first is the large one."""
     x = tensors[0]
     assert x is not None
+    if x.numel() < FEW:
+        return "too few elements to gain anything"
     if x.device.type != "cpu":
         return f"it runs on the CPU, not on {x.device.type}"
     if torch.compiler.is_compiling():
@@ -32,7 +34,7 @@ def refusal(*tensors: Tensor | None) -> str | None:
             return f"it takes plain tensors, not {type(tensor).__name__}"
         if tensor.dtype not in _HELD:
             return f"it takes float32 and bfloat16, not {str(tensor.dtype).removeprefix('torch.')}"
-    return "too few elements to gain anything" if x.numel() < FEW else None
+    return None
 
 
 def wide(tensor: Tensor | None) -> Tensor | None:
@@ -155,6 +157,32 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     return y
 
 
+def gather(x: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` (M,) of ``x`` (N, D)."""
+    y = torch.empty(len(index), x.shape[1], dtype=x.dtype)
+    LIBRARY.rows_gather(_low(x), x.data_ptr(), index.data_ptr(), y.data_ptr(), *y.shape)
+    return y
+
+
+def combine(x: Tensor, where: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``sum over j of gates[n, j] * x[where[n, j]]`` (N, D), summed in fp32; a place of -1 adds nothing."""
+    y = torch.empty(len(where), x.shape[1], dtype=dtype)
+    LIBRARY.rows_combine(
+        _low(x) + 2 * _low(y), x.data_ptr(), where.data_ptr(), pointer(gates), y.data_ptr(), *where.shape, x.shape[1]
+    )
+    return y
+
+
+def combine_backward(grad_y: Tensor, x: Tensor, where: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and ``gates``; every row of ``x`` must have a place that leads to it."""
+    grad_x, grad_gates = torch.empty_like(x), torch.empty_like(gates)
+    LIBRARY.rows_combine_backward(
+        _low(x) + 2 * _low(grad_y), grad_y.data_ptr(), x.data_ptr(), where.data_ptr(), gates.data_ptr(),
+        grad_x.data_ptr(), grad_gates.data_ptr(), *where.shape, x.shape[1],
+    )  # fmt: skip
+    return grad_x, grad_gates
+
+
 def square_sum(grad: Tensor) -> float:
     """The sum of squares, in fp64 beyond 2,048 elements."""
     return float(LIBRARY.rows_square_sum(_low(grad), grad.data_ptr(), grad.numel()))
@@ -218,7 +246,7 @@ def _check() -> str | None:
 LIBRARY = Library(
     __name__,
     [Path(__file__).with_name(name) for name in
-     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h")],
+     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h", "experts.h")],
     {
         "rows_norm": [_I, *[_P] * 8, _L, _L, _F, _I],
         "rows_norm_backward": [_I, *[_P] * 10, _L, _L, _I],
@@ -228,6 +256,9 @@ LIBRARY = Library(
         "rows_cross_entropy": [*[_P] * 5, _L, _L, _F, _F, _F, _I],
         "rows_adamw": [_I, *[_P] * 5, _L, *[_F] * 7],
         "rows_square_sum": [_I, _P, _L],
+        "rows_gather": [_I, *[_P] * 3, _L, _L],
+        "rows_combine": [_I, *[_P] * 4, _L, _L, _L],
+        "rows_combine_backward": [_I, *[_P] * 6, _L, _L, _L],
         "rows_rotary": [_I, *[_P] * 4, *[_L] * 9, _F],
     },
     _check,

@@ -10,12 +10,16 @@ from phylon.ops.dispatch import Dispatch, Reason
 from phylon.ops.scan.call import Breaks, ConvCall, ScanCall, SSDCall
 from phylon.ops.scan.chunked import ScanChunked
 from phylon.ops.scan.conv import ConvShifted
+from phylon.ops.scan.native import ConvNative, ScanNative
 from phylon.ops.scan.reference import ConvReference, ScanReference, SSDReference
 from phylon.ops.scan.ssd import SSDChunked
+from phylon.ops.scan.step import StepCall, StepComposed, StepNative
 
-dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanChunked(), ScanReference()])
+dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanNative(), ScanChunked(), ScanReference()])
 ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDChunked(), SSDReference()])
-conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvShifted(), ConvReference()])
+conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvNative(), ConvShifted(), ConvReference()])
+
+step_dispatch: Dispatch[StepCall] = Dispatch("step", [StepNative(), StepComposed()])
 
 
 def selective_scan(
@@ -29,6 +33,7 @@ def selective_scan(
     state: Tensor | None = None,
     resets: Tensor | None = None,
     real: Tensor | None = None,
+    into: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t``, ``y_t = C_t h_t + D x_t``. Mamba (arXiv:2312.00752), algorithm 2.
@@ -37,12 +42,13 @@ def selective_scan(
     came before (default: nothing). Returns ``y`` (B, T, D) in the dtype of ``x``, and the last state in fp32 at least,
     as is all the arithmetic. ``resets`` boolean (B, T): the step starts a document and forgets what came before.
     ``real`` boolean (B, T): elsewhere is padding, which may hold anything, leaves the state exactly as it is and
-    yields zero. Cost: O(T D N) time; memory for the states of one chunk, in the backward pass too. ``backend`` forces
-    one; if it refuses, ``UserError`` gives its reason.
+    yields zero. ``into`` (B, D, N), not ``state``: the last state is written there, without a gradient. Cost: O(T D N)
+    time; memory for the states of one chunk, and for the backward pass the first state of each. ``backend`` forces one;
+    if it refuses, ``UserError`` gives its reason.
     """
-    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real))
+    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
     with _without_autocast(x):
-        return dispatch.pick(call, backend).run(call)
+        return _written(dispatch.pick(call, backend).run(call), into)
 
 
 def ssd_scan(
@@ -56,6 +62,7 @@ def ssd_scan(
     state: Tensor | None = None,
     resets: Tensor | None = None,
     real: Tensor | None = None,
+    into: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The scan with a scalar ``A`` for each head. Mamba-2 (arXiv:2405.21060), sections 2.1 and 6.
@@ -63,9 +70,9 @@ def ssd_scan(
     ``x`` (B, T, H, P), ``dt`` (B, T, H), ``A``, ``D`` (H,), ``B``, ``C`` (B, T, G, N) with H a multiple of G, ``state``
     (B, H, P, N). Everything else as in ``selective_scan``. Cost: O(T H (L (P + N) + P N)) for chunks of L steps.
     """
-    call = SSDCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real))
+    call = SSDCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
     with _without_autocast(x):
-        return ssd_dispatch.pick(call, backend).run(call)
+        return _written(ssd_dispatch.pick(call, backend).run(call), into)
 
 
 def causal_conv(
@@ -73,24 +80,40 @@ def causal_conv(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    activation: str | None = None,
     tail: Tensor | None = None,
     resets: Tensor | None = None,
     real: Tensor | None = None,
+    into: Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each channel of ``x`` (B, T, D) over its last W real inputs of the same document: ``weight`` (D, W), last is now.
 
     ``tail`` (B, W - 1, D) holds the inputs before, oldest first, zero beyond the document's start (default: none).
-    Returns ``y`` (B, T, D) and the new tail. ``resets``, ``real`` and ``backend`` as in ``selective_scan``.
+    Returns ``y`` (B, T, D), passed through the ``activation`` of that name, and the new tail. ``resets``, ``real``,
+    ``into`` (B, W - 1, D) and ``backend`` as in ``selective_scan``.
     """
-    call = ConvCall(x=x, weight=weight, bias=bias, tail=tail, breaks=Breaks(resets=resets, real=real))
-    return conv_dispatch.pick(call, backend).run(call)
+    breaks = Breaks(resets=resets, real=real)
+    call = ConvCall(x=x, weight=weight, bias=bias, activation=activation, tail=tail, breaks=breaks, into=into)
+    return _written(conv_dispatch.pick(call, backend).run(call), into)
+
+
+def mamba_step(call: StepCall, backend: str | None = None) -> Tensor:
+    """One token through the middle of a Mamba block: (B, 1, D), before the map out of it. arXiv:2312.00752, §3.4."""
+    return step_dispatch.pick(call, backend).run(call)
 
 
 def explain(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> list[Reason]:
     """Which backend would run this selective scan, and why each other one would not."""
     state = options.pop("state", None)
     return dispatch.explain(ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(**options)))
+
+
+def _written(result: tuple[Tensor, Tensor], into: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The result of a backend, the state in ``into`` if that was asked for."""
+    if into is None or result[1] is into:
+        return result
+    return result[0], into.copy_(result[1].detach())
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -106,11 +129,14 @@ __all__ = [
     "ConvCall",
     "SSDCall",
     "ScanCall",
+    "StepCall",
     "causal_conv",
     "conv_dispatch",
     "dispatch",
     "explain",
+    "mamba_step",
     "selective_scan",
     "ssd_dispatch",
     "ssd_scan",
+    "step_dispatch",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phylon.ops.activation import ACTIVATIONS, check_activation
 from phylon.spec.errors import UserError
 
 
@@ -27,7 +28,10 @@ class Breaks:
 
 @dataclass(kw_only=True)
 class ScanCall:
-    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``state`` (B, D, N) or ``None``."""
+    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``state`` (B, D, N) or ``None``.
+
+    ``into``, like ``state``, is memory for the last state; a backend may use it.
+    """
 
     x: Tensor
     dt: Tensor
@@ -37,6 +41,7 @@ class ScanCall:
     D: Tensor
     state: Tensor | None
     breaks: Breaks
+    into: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_rank(self.x, 3, "x (B, T, D)")
@@ -49,6 +54,7 @@ class ScanCall:
             C=(self.C, (batch, length, size)),
             D=(self.D, (width,)),
             state=(self.state, (batch, width, size)),
+            into=(self.into, (batch, width, size)),
         )
         self.breaks.check(batch, length)
 
@@ -68,6 +74,7 @@ class SSDCall:
     D: Tensor
     state: Tensor | None
     breaks: Breaks
+    into: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_rank(self.x, 4, "x (B, T, H, P)")
@@ -83,19 +90,25 @@ class SSDCall:
             C=(self.C, (batch, length, groups, size)),
             D=(self.D, (heads,)),
             state=(self.state, (batch, heads, width, size)),
+            into=(self.into, (batch, heads, width, size)),
         )
         self.breaks.check(batch, length)
 
 
 @dataclass(kw_only=True)
 class ConvCall:
-    """``x`` (B, T, D), ``weight`` (D, W), ``bias`` (D,) or ``None``, ``tail`` (B, W - 1, D) or ``None``."""
+    """``x`` (B, T, D), ``weight`` (D, W), ``bias`` (D,) or ``None``, ``tail``, ``into`` (B, W - 1, D) or ``None``.
+
+    ``activation`` is the name of what follows; ``into`` is memory for the new tail; a backend may use it.
+    """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     tail: Tensor | None
     breaks: Breaks
+    activation: str | None = None
+    into: Tensor | None = None
 
     def __post_init__(self) -> None:
         _check_rank(self.x, 3, "x (B, T, D)")
@@ -105,7 +118,10 @@ class ConvCall:
             weight=(self.weight, (width, reach)),
             bias=(self.bias, (width,)),
             tail=(self.tail, (batch, reach - 1, width)),
+            into=(self.into, (batch, reach - 1, width)),
         )
+        if self.activation is not None:
+            check_activation(self.activation)
         self.breaks.check(batch, length)
 
     def start(self) -> Tensor:
@@ -114,6 +130,10 @@ class ConvCall:
         if self.tail is None:
             return self.x.new_zeros(batch, self.weight.shape[1] - 1, width)
         return self.tail.to(self.x.dtype)
+
+    def activated(self, z: Tensor) -> Tensor:
+        """What follows the convolution."""
+        return z if self.activation is None else ACTIVATIONS[self.activation](z)
 
 
 def wide(*tensors: Tensor) -> list[Tensor]:

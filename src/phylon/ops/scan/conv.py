@@ -22,14 +22,15 @@ class ConvShifted:
         real, resets = call.breaks.real, call.breaks.resets
         x = cleared(call.x, real)
         if real is None:
-            return _contiguous(x, call, resets, None)
+            y, tail = _contiguous(x, call, resets, None)
+            return call.activated(y), tail
         # Real tokens first, in order: then the tail is right before them, and gaps are gone.
         order = torch.argsort((~real).to(torch.uint8), dim=1, stable=True)
         back = (real.cumsum(1) - 1).clamp(min=0)
         x = x.gather(1, order[..., None].expand_as(x))
         resets = None if resets is None else resets.gather(1, order)
         y, tail = _contiguous(x, call, resets, real.sum(1))
-        return cleared(y.gather(1, back[..., None].expand_as(y)), real), tail
+        return cleared(call.activated(y.gather(1, back[..., None].expand_as(y))), real), tail
 
 
 def _contiguous(x: Tensor, call: ConvCall, resets: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -65,7 +65,7 @@ class ConvReference(_Reference):
         for t in range(x.shape[1]):
             before = _after_reset(window, call.breaks, t)
             new = torch.cat([before, x[:, t, None]], 1)
-            y = (new * call.weight.T).sum(1) + bias
+            y = call.activated((new * call.weight.T).sum(1) + bias)
             window, y = _where_real(call.breaks, t, new[:, 1:], window, y)
             outputs.append(y)
         return torch.stack(outputs, 1).to(call.x.dtype), window

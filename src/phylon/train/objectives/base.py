@@ -130,10 +130,8 @@ class Objective(Slot):
         The trainer divides by the main count (``divisor``) after the last part.
         """
         weights, divided = self.weights(), divisor(counts)
-        terms = [
-            loss.sum * (weights.get(name, 1.0) * (divided / (counts[name] or 1.0))) if number else loss.sum
-            for number, (name, loss) in enumerate(losses.items())
-        ]
+        factors = [weights.get(name, 1.0) * (divided / (counts[name] or 1.0)) for name in losses]
+        terms = [loss.sum if f == 1 else loss.sum * f for f, loss in zip(factors, losses.values(), strict=True)]
         return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
     def total(self, means: Mapping[str, float]) -> float:

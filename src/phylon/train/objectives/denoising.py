@@ -1,11 +1,12 @@
 """Denoising: T5's span corruption and the unsupervised objectives it was compared with, for every kind of decoder."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phylon.data import IGNORE, Draws, Examples, Loader, TokenStore, evaluation_batches
+from phylon.data import IGNORE, Draws, Example, Examples, Loader, TokenStore, evaluation_batches, stack
 from phylon.data.documents import digest
 from phylon.model import GenerationDefaults, Model, ModelSpec, Output
 from phylon.ops.loss import Loss
@@ -198,18 +199,25 @@ class _Shown:
         assert isinstance(rows, CorruptedRows)
         pairs = [rows.pair(index, 0) for index in range(min(N_SHOWN, len(rows)))]
         most = rows.lengths.target
-        # A prefix that everybody sees cannot be continued step by step.
         if rows.joined:
-            return [f"{self._text(source)}\n-> {self._text(target)}" for source, target in pairs]
-        said = generate(
-            model, [s.tolist() for s, _ in pairs], max_new_tokens=most, temperature=0, eos_ids=(), logprobs=False
-        )
+            said = [self._guessed(model, rows.example(index, 0)) for index in range(len(pairs))]
+        else:
+            read = [source.tolist() for source, _ in pairs]
+            found = generate(model, read, max_new_tokens=most, temperature=0, eos_ids=(), logprobs=False)
+            said = [row["tokens"] for row in found]
         return [
-            f"{self._text(source)}\nwanted: {self._text(target)}\nsaid: {self._text(answer['tokens'])}"
+            f"{self._text(source)}\nwanted: {self._text(target)}\nsaid: {self._text(answer)}"
             for (source, target), answer in zip(pairs, said, strict=True)
         ]
 
-    def _text(self, ids) -> str:
+    def _guessed(self, model: Model, row: Example) -> list[int]:
+        """The likeliest token after each true one: a prefix that everybody sees cannot be continued step by step."""
+        batch = {name: tensor.to(model.device) for name, tensor in stack([row]).items()}
+        logits = model(batch["tokens"], segments=batch["segments"], marks=batch["marks"]).logits
+        assert logits is not None
+        return logits.argmax(-1)[batch["targets"] != IGNORE].tolist()
+
+    def _text(self, ids: Iterable[int]) -> str:
         kept = [int(i) for i in ids if int(i) not in (self.tokenizer.pad_id, *self.tokenizer.eos_ids)]
         return self.tokenizer.decode(kept)
 

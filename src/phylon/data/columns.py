@@ -1,0 +1,145 @@
+"""Columns on disk: Parquet files, and folders that Hugging Face's ``datasets`` has saved."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from phylon.data.documents import DataSource, Document, Record, digest, file_stamps
+from phylon.data.passed import Policy, passed_over
+from phylon.spec.base import Mechanism
+from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.registry import register
+
+BATCH_ROWS = 1024
+
+
+class _Columns(Mechanism, DataSource, frozen=True, kw_only=True):
+    """Rows of named columns; ``field`` is the one whose text is a document."""
+
+    path: str
+    field: str = "text"
+    empty: Policy = "skip"
+    unreadable: Policy = "refuse"
+
+    def records(self) -> Iterator[Record]:
+        raise NotImplementedError
+
+    def documents(self) -> Iterator[Document]:
+        """The texts of ``field``, named as the rows; a row without one is passed over or refused (``empty``)."""
+        found = False
+        for record in self.records():
+            if self.field not in record.fields:
+                raise UserError(f"{record.name}: no column '{self.field}'{did_you_mean(self.field, record.fields)}")
+            text = record.fields[self.field]
+            if text is not None and not isinstance(text, str):
+                raise UserError(f"{record.name}: the column '{self.field}' is not text but {type(text).__name__}")
+            if text:
+                found = True
+                yield Document(text, record.name)
+            else:
+                passed_over(self.empty, UserError(f"{record.name}: the column '{self.field}' is empty"))
+        if not found:
+            raise UserError(f"'{self.path}' holds no text in the column '{self.field}'")
+
+
+class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
+    """A ``.parquet`` file, or the ones below a folder sorted by path: every row a record ``<file>:<row>`` from 0.
+
+    Read by row groups through pyarrow (``pip install 'phylon[data]'``), so that the size does not matter.
+    """
+
+    def records(self) -> Iterator[Record]:
+        parquet = _pyarrow()
+        root, files = Path(self.path).expanduser(), self._files()
+        found = False
+        for path in files:
+            name = path.relative_to(root).as_posix() if root.is_dir() else path.name
+            try:
+                number = 0
+                with parquet.ParquetFile(path) as opened:
+                    for batch in opened.iter_batches(batch_size=BATCH_ROWS):
+                        for row in batch.to_pylist():
+                            found = True
+                            yield Record(row, f"{name}:{number}")
+                            number += 1
+            except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+                passed_over(self.unreadable, UserError(f"cannot read '{path}' as Parquet: {_line(error)}"))
+        if not found:
+            raise UserError(f"'{self.path}' holds no rows")
+
+    def fingerprint(self) -> str:
+        return digest("parquet", self.field, self.empty, self.unreadable, file_stamps(self._files()))
+
+    def _files(self) -> list[Path]:
+        root = Path(self.path).expanduser()
+        if not root.exists():
+            raise UserError(f"there is no Parquet file or folder '{root}'")
+        files = [root] if root.is_file() else sorted(root.rglob("*.parquet"))
+        if not files:
+            raise UserError(f"no .parquet file below '{root}'")
+        return files
+
+
+class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
+    """A folder that ``datasets`` wrote with ``save_to_disk``; ``split`` names one where it holds several.
+
+    Read through that package (``pip install datasets``), memory-mapped.
+    """
+
+    split: str | None = None
+
+    def records(self) -> Iterator[Record]:
+        rows, name = self._open(), Path(self.path).name
+        for number in range(len(rows)):
+            yield Record(rows[number], f"{name}:{number}")
+
+    def fingerprint(self) -> str:
+        files = sorted(path for path in Path(self.path).expanduser().rglob("*") if path.is_file())
+        return digest("hf_dataset", self.field, self.split, self.empty, file_stamps(files))
+
+    def _open(self) -> Any:
+        try:
+            import datasets  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise UserError(
+                f"reading '{self.path}' needs the package datasets: pip install datasets; or export it to Parquet or "
+                "JSON lines, which need no more than phylon[data]"
+            ) from None
+        folder = Path(self.path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"there is no folder '{folder}' that datasets has saved")
+        try:
+            found = datasets.load_from_disk(str(folder))
+        except Exception as error:
+            raise UserError(f"'{folder}' is not what datasets saves with save_to_disk: {_line(error)}") from None
+        if isinstance(found, datasets.DatasetDict):
+            names = list(found)
+            if self.split is None and len(names) == 1:
+                return found[names[0]]
+            if self.split not in names:
+                asked = f"no split '{self.split}'" if self.split else f"several splits ({', '.join(names)})"
+                raise UserError(f"'{folder}' has {asked}{did_you_mean(self.split or '', names)}: set split")
+            return found[self.split]
+        if self.split is not None:
+            raise UserError(f"'{folder}' has no splits; leave split='{self.split}' out")
+        return found
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise UserError("reading Parquet needs pyarrow: pip install 'phylon[data]'") from None
+    return parquet
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+register(
+    Parquet,
+    paper="none",
+    cases=lambda: [Parquet(path="a.parquet"), Parquet(path="texts", field="body", empty="refuse", unreadable="skip")],
+)
+register(HFDataset, paper="none", cases=lambda: [HFDataset(path="saved"), HFDataset(path="saved", split="train")])

@@ -1,0 +1,111 @@
+"""Several tasks as one source of records, each with its prefix; the standard library's functions and what they say."""
+
+import ast
+from collections.abc import Iterator
+
+import msgspec
+
+from phylon.data.corpus import PythonCorpus
+from phylon.data.documents import DataSource, Record, digest
+from phylon.data.table import text_of
+from phylon.spec.base import Mechanism, Spec
+from phylon.spec.errors import UserError
+from phylon.spec.registry import register
+
+MOST_CHARACTERS = 4000
+
+
+class Task(Spec, frozen=True, kw_only=True):
+    """One task of a mixture: records of ``source``, the fields that are read and said, and the words in front.
+
+    ``prefix`` says to the model which task it is (T5, arXiv:1910.10683, section 2.4). ``cap`` bounds how many examples
+    count when tasks are mixed, where it differs from the mixture's own.
+    """
+
+    name: str
+    source: DataSource
+    input: str = "input"
+    target: str = "target"
+    prefix: str = ""
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.source, str):
+            msgspec.structs.force_setattr(self, "source", DataSource.from_word(self.source))
+        if self.cap is not None and self.cap < 1:
+            raise UserError(f"cap of task '{self.name}' must be at least 1, got {self.cap}")
+
+
+class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
+    """The records of several tasks as ``input`` (the prefix in front), ``target`` and ``task``; names are unique."""
+
+    tasks: tuple[Task, ...]
+
+    def __post_init__(self) -> None:
+        names = [task.name for task in self.tasks]
+        if not names or len(set(names)) < len(names):
+            raise UserError(f"a mixture needs tasks, each with a name of its own; got {', '.join(names) or 'none'}")
+
+    def records(self) -> Iterator[Record]:
+        for task in self.tasks:
+            found = False
+            for record in task.source.records():
+                found = True
+                read, said = text_of(record, task.input), text_of(record, task.target)
+                fields = {"input": task.prefix + read, "target": said, "task": task.name}
+                yield Record(fields, f"{task.name}/{record.name}")
+            if not found:
+                raise UserError(f"the source of task '{task.name}' gives no records")
+
+    def caps(self) -> dict[str, int | None]:
+        """The cap of every task, by name."""
+        return {task.name: task.cap for task in self.tasks}
+
+    def fingerprint(self) -> str:
+        parts = [(t.name, t.input, t.target, t.prefix, t.source.fingerprint()) for t in self.tasks]
+        return digest("mixture", parts)
+
+
+class PythonFunctions(Mechanism, DataSource, frozen=True, kw_only=True, tag="python_functions"):
+    """The functions of the standard library that say what they do: ``code`` (without the docstring), ``doc``, ``name``.
+
+    ``doc`` is the docstring's first line. Functions above 4,000 characters are passed over.
+    """
+
+    max_bytes: int | None = None
+
+    def records(self) -> Iterator[Record]:
+        for document in PythonCorpus(max_bytes=self.max_bytes).documents():
+            try:
+                tree = ast.parse(document.text)
+            except SyntaxError:  # a topic of pydoc, where an interpreter comes without its sources
+                continue
+            lines = document.text.splitlines(keepends=True)
+            for node in ast.walk(tree):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found = _function(node, lines)
+                    if found is not None:
+                        yield Record(found, f"{document.name}:{node.lineno}")
+
+    def fingerprint(self) -> str:
+        return digest("python_functions", PythonCorpus(max_bytes=self.max_bytes).fingerprint())
+
+
+def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> dict[str, str] | None:
+    doc = (ast.get_docstring(node) or "").strip().partition("\n")[0].strip()
+    if not doc or len(node.body) < 2:
+        return None
+    first, rest = node.body[0], node.body[1]
+    assert node.end_lineno is not None
+    if rest.lineno <= first.lineno:  # everything on one line
+        return None
+    code = "".join(lines[node.lineno - 1 : first.lineno - 1] + lines[rest.lineno - 1 : node.end_lineno])
+    return {"code": code, "doc": doc, "name": node.name} if len(code) <= MOST_CHARACTERS else None
+
+
+register(
+    Mixture,
+    paper="arXiv:1910.10683 §2.4",
+    cases=lambda: [Mixture(tasks=(Task(name="doc", source=PythonFunctions(), input="code", target="doc"),))],
+)
+register(PythonFunctions, paper="none", cases=lambda: [PythonFunctions()])

@@ -1,0 +1,321 @@
+"""The C++ kernels of this folder (``native.cpp``), forward and backward: fp32 inside, fp32 or bf16 outside."""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_int64, c_void_p
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phylon.ops.activation import ACTIVATIONS
+from phylon.ops.native import Library, pointer
+from phylon.ops.scan.call import Breaks, ConvCall, ScanCall
+from phylon.ops.scan.reference import ConvReference, ScanReference
+
+_HELD = (torch.float32, torch.bfloat16)
+
+
+class _Strided(Structure):
+    """``Tensor`` in the source: (B, T, width), the last dimension contiguous."""
+
+    _fields_ = (("data", c_void_p), ("row", c_int64), ("step", c_int64), ("half", c_int64))
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> "_Strided":
+        if tensor is None:
+            return cls()
+        row, step, _ = tensor.stride()
+        return cls(tensor.data_ptr(), row, step, tensor.dtype is torch.bfloat16)
+
+
+class _Scan(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "length", "width", "size", "threads")),
+        *((name, _Strided) for name in ("x", "dt", "B", "C")),
+        *((name, c_void_p) for name in ("A", "D", "h0", "resets", "real")),
+    )
+
+
+class _ScanGradients(Structure):
+    _fields_ = (
+        *((name, _Strided) for name in ("y", "x", "dt")),
+        *((name, c_void_p) for name in ("B", "C", "h", "A", "D", "h0", "starts")),
+    )
+
+
+class _Conv(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "length", "width", "reach", "threads", "silu")),
+        *((name, _Strided) for name in ("x", "tail")),
+        *((name, c_void_p) for name in ("weight", "bias", "resets", "real")),
+    )
+
+
+class _ConvGradients(Structure):
+    _fields_ = (
+        *((name, _Strided) for name in ("y", "last", "x", "tail")),
+        *((name, c_void_p) for name in ("weight", "bias")),
+    )
+
+
+class ScanNative:
+    """C++ on CPUs with vectors of 8 or 16 channels, for fp32 and bf16; wider inputs keep their width elsewhere."""
+
+    name = "native"
+
+    def available(self) -> str | None:
+        return LIBRARY.reason()
+
+    def supports(self, call: ScanCall) -> str | None:
+        return _refusal((call.x, call.dt, call.B, call.C), (call.A, call.D, call.state))
+
+    def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
+        x, dt, B, C = (_rows(t) for t in (call.x, call.dt, call.B, call.C))
+        A, D, h = call.A.float().contiguous(), call.D.float().contiguous(), _wide(call.state)
+        breaks = _masks(call)
+        tensors = (x, dt, A, B, C, D, h)
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return _NativeScan.apply(*tensors, *breaks)
+        y, last = torch.empty(x.shape, dtype=x.dtype), _target(call.into, h)
+        last = A.new_empty(len(x), *A.shape) if last is None else last
+        LIBRARY.scan_forward(byref(_scan(*tensors, *breaks)), byref(_Strided.of(y)), last.data_ptr(), None)
+        return y, last
+
+
+class ConvNative:
+    """C++ on CPUs, SiLU in the same pass."""
+
+    name = "native"
+
+    def available(self) -> str | None:
+        return LIBRARY.reason()
+
+    def supports(self, call: ConvCall) -> str | None:
+        tail = () if call.tail is None else (call.tail,)
+        return _refusal((call.x, *tail), (call.weight, call.bias))
+
+    def run(self, call: ConvCall) -> tuple[Tensor, Tensor]:
+        x, tail = _rows(call.x), None if call.tail is None else _rows(call.tail)
+        weight, bias = call.weight.float().t().contiguous(), _wide(call.bias)
+        breaks = _masks(call)
+        silu = call.activation == "silu"
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, tail, weight, bias)):
+            y, last = _NativeConv.apply(x, weight, bias, tail, silu, *breaks)
+        else:
+            y, last = torch.empty(x.shape, dtype=x.dtype), call.into
+            if last is None or last is tail or last.dtype not in _HELD or not last.is_contiguous():
+                last = x.new_empty(len(x), len(weight) - 1, len(weight.T))
+            described = _conv(x, weight, bias, tail, silu, *breaks)
+            LIBRARY.conv_forward(byref(described), byref(_Strided.of(y)), byref(_Strided.of(last)))
+        return y if call.activation is None or silu else ACTIVATIONS[call.activation](y), last
+
+
+def _masks(call: ScanCall | ConvCall) -> tuple[Tensor | None, Tensor | None]:
+    resets, real = call.breaks.resets, call.breaks.real
+    return None if resets is None else resets.contiguous(), None if real is None else real.contiguous()
+
+
+def _target(into: Tensor | None, state: Tensor | None) -> Tensor | None:
+    """``into`` if the kernel can write the last state there."""
+    usable = into is not None and into is not state and into.dtype is torch.float32 and into.is_contiguous()
+    return into if usable else None
+
+
+def _refusal(held: tuple[Tensor, ...], wide: tuple[Tensor | None, ...]) -> str | None:
+    """Why the kernels cannot take inputs ``held`` in their own dtype, and parameters and a state ``wide`` in fp32."""
+    for tensor in held:
+        if tensor.device.type != "cpu":
+            return f"it runs on the CPU, not on {tensor.device.type}"
+        if type(tensor) is not Tensor:
+            return f"it takes plain tensors, not {type(tensor).__name__}"
+        if tensor.dtype not in _HELD:
+            return f"it takes float32 and bfloat16, not {str(tensor.dtype).removeprefix('torch.')}"
+    if any(t is not None and t.dtype is torch.float64 for t in wide):
+        return "it computes in float32, and a parameter or the state is float64"
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot look into it"
+    return None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """``tensor`` with its last dimension contiguous; slices of a wider one are left where they are."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _wide(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.float().contiguous()
+
+
+class _NativeScan(torch.autograd.Function):
+    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``h`` (B, D, N) or ``None``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        h: Tensor | None,
+        resets: Tensor | None,
+        real: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        call = _scan(x, dt, A, B, C, D, h, resets, real)
+        y, last = torch.empty(x.shape, dtype=x.dtype), A.new_empty(len(x), *A.shape)
+        starts = A.new_empty(LIBRARY.scan_starts(*x.shape, A.shape[1]))
+        ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
+        ctx.set_materialize_grads(False)
+        LIBRARY.scan_forward(byref(call), byref(_Strided.of(y)), last.data_ptr(), starts.data_ptr())
+        return y, last
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, D, h, resets, real, starts = ctx.saved_tensors
+        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
+        grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
+        grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
+        grad_B, grad_C = (A.new_empty(t.shape) for t in (B, C))
+        grad_A, grad_h = (A.new_empty(len(x), *A.shape) for _ in range(2))
+        grad_D = A.new_empty(len(x), len(A))
+        gradients = _ScanGradients(
+            *(_Strided.of(t) for t in (grad_y, grad_x, grad_dt)),
+            *(pointer(t) for t in (grad_B, grad_C, grad_last, grad_A, grad_D, grad_h, starts)),
+        )
+        LIBRARY.scan_backward(byref(_scan(x, dt, A, B, C, D, h, resets, real)), byref(gradients))
+        grad_B, grad_C = grad_B.to(B.dtype), grad_C.to(C.dtype)
+        return grad_x, grad_dt, grad_A.sum(0), grad_B, grad_C, grad_D.sum(0), None if h is None else grad_h, None, None
+
+
+def _scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    h: Tensor | None,
+    resets: Tensor | None,
+    real: Tensor | None,
+) -> _Scan:
+    return _Scan(
+        *x.shape,
+        A.shape[1],
+        torch.get_num_threads(),
+        *(_Strided.of(t) for t in (x, dt, B, C)),
+        *(pointer(t) for t in (A, D, h, resets, real)),
+    )
+
+
+class _NativeConv(torch.autograd.Function):
+    """``x`` (B, T, D), ``weight`` (W, D), ``bias`` (D,) or ``None``, ``tail`` (B, W - 1, D) or ``None``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tail: Tensor | None,
+        silu: bool,
+        resets: Tensor | None,
+        real: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        y, last = torch.empty(x.shape, dtype=x.dtype), x.new_empty(len(x), len(weight) - 1, len(weight.T))
+        call = _conv(x, weight, bias, tail, silu, resets, real)
+        LIBRARY.conv_forward(byref(call), byref(_Strided.of(y)), byref(_Strided.of(last)))
+        ctx.save_for_backward(x, weight, bias, tail, resets, real)
+        ctx.silu = silu
+        ctx.set_materialize_grads(False)
+        return y, last
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, weight, bias, tail, resets, real = ctx.saved_tensors
+        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
+        grad_last = None if grad_outputs[1] is None else _rows(grad_outputs[1])
+        grad_x = torch.empty(x.shape, dtype=x.dtype)
+        grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype)
+        grad_weight, grad_bias = (weight.new_empty(len(x), *shape) for shape in (weight.shape, weight.shape[1:]))
+        gradients = _ConvGradients(
+            *(_Strided.of(t) for t in (grad_y, grad_last, grad_x, grad_tail)),
+            *(t.data_ptr() for t in (grad_weight, grad_bias)),
+        )
+        LIBRARY.conv_backward(byref(_conv(x, weight, bias, tail, ctx.silu, resets, real)), byref(gradients))
+        return grad_x, grad_weight.sum(0), None if bias is None else grad_bias.sum(0), grad_tail, None, None, None
+
+
+def _conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tail: Tensor | None,
+    silu: bool,
+    resets: Tensor | None,
+    real: Tensor | None,
+) -> _Conv:
+    return _Conv(
+        *x.shape,
+        len(weight),
+        torch.get_num_threads(),
+        silu,
+        *(_Strided.of(t) for t in (x, tail)),
+        *(pointer(t) for t in (weight, bias, resets, real)),
+    )
+
+
+def check() -> str | None:
+    """The kernels against the references, forward and backward, with documents and padding."""
+    g = torch.Generator().manual_seed(0)
+    batch, length, width, size, reach = 2, 70, 37, 9, 4
+    resets, real = torch.rand(2, batch, length, generator=g) > 0.2
+    breaks = Breaks(resets=~resets & real, real=real)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g)
+
+    by_time = {name: draw(batch, length, n) for name, n in (("x", width), ("dt", width), ("B", size), ("C", size))}
+    constant = {"A": -torch.exp(draw(width, size)), "D": draw(width), "state": draw(batch, width, size)}
+    scan = by_time | constant | {"dt": torch.nn.functional.softplus(by_time["dt"])}
+    conv = {"x": draw(batch, length, width), "weight": draw(width, reach), "bias": draw(width)}
+    conv |= {"tail": draw(batch, reach - 1, width)}
+    wrong = _compare(ScanNative(), ScanReference(), lambda **t: ScanCall(**t, breaks=breaks), scan)
+    for activation in (None, "silu"):
+        made = partial(ConvCall, breaks=breaks, activation=activation)
+        wrong = wrong or _compare(ConvNative(), ConvReference(), made, conv)
+    return wrong
+
+
+def _compare(kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict[str, Tensor]) -> str | None:
+    """What is wrong with the outputs or gradients of ``kernel``, ``None`` if nothing."""
+    found = []
+    for backend, dtype in ((kernel, torch.float32), (reference, torch.float64)):
+        leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
+        outputs = backend.run(make(**leaves))
+        torch.stack([(t.double() * (1 + t.detach().double())).sum() for t in outputs]).sum().backward()
+        found.append([*(t.detach() for t in outputs), *(t.grad for t in leaves.values())])
+    for name, got, wanted in zip(("y", "state", *inputs), *found, strict=True):
+        error = float((got.double() - wanted).abs().max() / wanted.abs().max())
+        if not error < 1e-4:
+            return f"{type(kernel).__name__} is off by {error:.1e} in {name}"
+    return None
+
+
+LIBRARY = Library(
+    __name__,
+    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h")],
+    {
+        "scan_starts": [c_int64] * 4,
+        "scan_forward": [POINTER(_Scan), POINTER(_Strided), c_void_p, c_void_p],
+        "scan_backward": [POINTER(_Scan), POINTER(_ScanGradients)],
+        "mamba_step": [c_void_p],
+        "conv_forward": [POINTER(_Conv), POINTER(_Strided), POINTER(_Strided)],
+        "conv_backward": [POINTER(_Conv), POINTER(_ConvGradients)],
+    },
+    check,
+    returns={"scan_starts": ctypes.c_int64},
+)

@@ -1,0 +1,100 @@
+"""One token through the middle of a Mamba block: convolution, maps to Δ, B and C, scan and gate as one op."""
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from phylon.ops.scan.native import LIBRARY
+
+
+@dataclass(kw_only=True)
+class StepCall:
+    """``x``, ``z`` (B, 1, D): what the two maps into the block gave. ``tail`` (B, W - 1, D) and ``state`` (B, D, N)
+    came before; ``new_tail`` and ``new_state`` are where the new ones are written. No documents, no padding.
+
+    ``conv_weight`` (D, W), ``conv_bias`` (D,) or ``None``, ``x_proj`` (R + 2 N, D), ``dt_proj`` (D, R), ``dt_bias``,
+    ``D`` (D,), ``A_log`` (D, N): the block's parameters.
+    """
+
+    x: Tensor
+    z: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    x_proj: Tensor
+    dt_proj: Tensor
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+    tail: Tensor
+    state: Tensor
+    new_tail: Tensor
+    new_state: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        """All that are there, in the order of the source's pointers."""
+        given = (self.x, self.z, self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias)
+        own = (self.A_log, self.D, self.tail, self.state, self.new_tail, self.new_state)
+        return [t for t in (*given, *own) if t is not None]
+
+
+class StepComposed:
+    """The same from the ops it is made of. It supports everything."""
+
+    name = "reference"
+
+    def available(self) -> str | None:
+        return None
+
+    def supports(self, call: StepCall) -> str | None:
+        return None
+
+    def run(self, call: StepCall) -> Tensor:
+        from phylon.ops.scan import causal_conv, selective_scan
+
+        size = call.A_log.shape[1]
+        u, _ = causal_conv(
+            call.x, call.conv_weight, call.conv_bias, activation="silu", tail=call.tail, into=call.new_tail
+        )
+        d, B, C = F.linear(u, call.x_proj).split([len(call.x_proj) - 2 * size, size, size], -1)
+        wide = torch.promote_types(u.dtype, torch.float32)
+        dt = F.softplus(F.linear(d, call.dt_proj).to(wide) + call.dt_bias.to(wide))
+        A = -torch.exp(call.A_log.to(wide))
+        y, _ = selective_scan(u, dt, A, B, C, call.D, state=call.state, into=call.new_state)
+        return y * F.silu(call.z)
+
+
+class StepNative:
+    """One C++ call, fp32 throughout."""
+
+    name = "native"
+
+    def available(self) -> str | None:
+        return LIBRARY.reason()
+
+    def supports(self, call: StepCall) -> str | None:
+        for t in call.tensors():
+            if t.dtype is not torch.float32 or t.device.type != "cpu" or not t.is_contiguous():
+                return "it takes contiguous float32 tensors on the CPU"
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return "it has no backward pass, and torch.compile cannot look into it"
+        return None
+
+    def run(self, call: StepCall) -> Tensor:
+        y = torch.empty_like(call.x)
+        pointers: list[int | None] = [t.data_ptr() for t in call.tensors()]
+        if call.conv_bias is None:
+            pointers.insert(3, None)
+        sizes = (len(y), y.shape[-1], call.A_log.shape[1], call.dt_proj.shape[1], call.conv_weight.shape[1])
+        LIBRARY.mamba_step(byref(_Step(*sizes, *pointers, y.data_ptr())))
+        return y
+
+
+class _Step(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("batch", "width", "size", "rank", "reach")),
+        *((name, c_void_p) for name in ("x", "z", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias")),
+        *((name, c_void_p) for name in ("A_log", "D", "tail", "h", "new_tail", "new_h", "y")),
+    )

@@ -1,0 +1,107 @@
+"""What a step needs in memory: measured on one and two rows, so that any number of rows follows."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from phylon.train.gradients import Gradients
+from phylon.train.objectives.base import Batch
+
+GIB = 2.0**30
+
+
+class RowCost(NamedTuple):
+    """Of a forward and a backward pass: bytes kept between them (``kept``), bytes at the peak (``peak``), seconds.
+
+    Each is (what one row costs, what each further one adds); weights and gradients are not in it.
+    """
+
+    kept: tuple[float, float]
+    peak: tuple[float, float]
+    seconds: tuple[float, float]
+
+    def at(self, rows: int) -> tuple[float, float, float]:
+        """Kept bytes, peak bytes and seconds of ``rows``."""
+        return tuple(first + (rows - 1) * more for first, more in (self.kept, self.peak, self.seconds))  # type: ignore[return-value]
+
+    def rows_within(self, n_bytes: float) -> int:
+        """The most rows whose peak is at most ``n_bytes``."""
+        first, more = self.peak
+        return 0 if first > n_bytes else 1 + int((n_bytes - first) / max(more, 1.0))
+
+
+def row_cost(gradients: Gradients, batch: Batch) -> RowCost:
+    """Run one and two rows of ``batch`` (which has at least two) forward and backward, and see what is allocated."""
+    found = [_measured(gradients, {name: value[:rows] for name, value in batch.items()}) for rows in (1, 2)]
+    gradients.optimizer.drop()
+    pairs = [(one, max(0.0, two - one)) for one, two in zip(*found, strict=True)]
+    return RowCost(*pairs)
+
+
+def _measured(gradients: Gradients, batch: Batch) -> tuple[float, float, float]:
+    """Kept bytes, peak bytes, seconds. The passes before make the gradients and warm up."""
+    gradients.trial(batch, keep=True)
+    started = time.perf_counter()
+    gradients.trial(batch, keep=True)
+    seconds = time.perf_counter() - started
+    device = gradients.device
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        kept = gradients.trial(batch, keep=True, between=lambda: torch.cuda.memory_allocated(device))
+        return float((kept or before) - before), float(torch.cuda.max_memory_allocated(device) - before), seconds
+    return *_profiled(lambda mark: gradients.trial(batch, keep=True, between=mark)), seconds
+
+
+def _profiled(work: Callable[[Callable[[], None]], object]) -> tuple[float, float]:
+    """Bytes allocated at the mark and at the peak of ``work``, from the allocator's own events."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def mark() -> None:
+        with record_function("phylon::mark"):
+            pass
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work(mark)
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    at = min((event.start_ns() for event in events if event.name() == "phylon::mark"), default=0)
+    now = kept = peak = 0
+    for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        now += size
+        kept = now if when <= at else kept
+        peak = max(peak, now)
+    return float(kept), float(peak)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory that this process may still take: of the GPU, or of the machine and its control group."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return float(min(_machine_free(), _group_free()))
+
+
+def _machine_free() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return float("inf")
+
+
+def _group_free() -> float:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        most, now = (folder / "memory.max").read_text("utf-8").strip(), (folder / "memory.current").read_text("utf-8")
+        return float("inf") if most == "max" else float(most) - float(now)
+    except (OSError, ValueError):
+        return float("inf")
+
+
+def in_words(n_bytes: float) -> str:
+    """``1.25 GiB``, ``340 MiB``."""
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.0f} MiB"

@@ -1,0 +1,183 @@
+"""``phylon bench``: no speed without a right answer, pairs in turn, disturbed rounds dropped, files merged whole."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from phylon.bench import Cell, Planned, all_cases, case, clock, memory, run
+from phylon.bench.report import compared, read, row_line, store
+from phylon.cli.main import main
+from phylon.spec import UserError
+
+CALLS: list[str] = []
+
+
+def side(name: str, value: float) -> object:
+    def call() -> float:
+        CALLS.append(name)
+        return value
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A case ``toy`` of two cells: 'right' and 'twin' return 1, 'wrong' returns 2, 'broken' raises."""
+    all_cases()  # what a file registers once must not go into the copy
+    module = sys.modules[case.__module__]
+    monkeypatch.setattr(module, "_cases", dict(module._cases))
+    monkeypatch.setattr(clock, "_SHORTEST", 0.0)
+    CALLS.clear()
+
+    @case("toy", peers={"twin": lambda: None, "absent": lambda: "absent is not installed"})
+    def toy() -> Iterator[Planned]:
+        """A toy."""
+        for n in (1, 2):
+            yield Planned({"n": n, "dtype": "f32"}, build)
+
+    def build(peers: frozenset[str]) -> Cell:
+        def broken() -> float:
+            raise ValueError("out of luck")
+
+        sides = {"right": side("right", 1.0), "wrong": side("wrong", 2.0), "broken": broken}
+        sides |= {name: side(name, 1.0) for name in peers}
+        return Cell(
+            sides=sides,
+            oracle=lambda name, result: None if result == 1.0 else f"got {result}",
+            amounts={"tokens": 10},
+            refused={"other": "not here"},
+        )
+
+    return
+
+
+def test_a_wrong_side_has_no_speed() -> None:
+    rows = {row["side"]: row for row in run("toy", only={"n": ["1"]})["rows"]}
+    assert rows["right"]["ms"] > 0
+    assert rows["right"]["rates"]["tokens"] > 0
+    assert rows["wrong"]["error"] == "got 2.0"
+    assert rows["broken"]["error"].startswith("ValueError: out of luck")
+    assert rows["other"]["refused"] == "not here"
+    assert all("ms" not in rows[name] for name in ("wrong", "broken", "other"))
+    assert CALLS.count("wrong") == 1, "checked, never timed"
+    assert "WRONG: got 2.0" in row_line(rows["wrong"])
+    assert "refused: not here" in row_line(rows["other"])
+
+
+def test_peers_take_turns_and_are_what_speedups_refer_to() -> None:
+    rows = run("toy", only={"n": ["2"]}, against="twin", sides=["right"], rounds=4)["rows"]
+    assert {row["side"] for row in rows} == {"right", "twin"}
+    assert {row["base"] for row in rows} == {"twin"}
+    timed = CALLS[2:-2]  # one call each for the oracle before and for memory after
+    assert timed[0::2] == ["right"] * (len(timed) // 2)
+    assert timed[1::2] == ["twin"] * (len(timed) // 2)
+    assert next(row for row in rows if row["side"] == "twin")["speedup"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"against": "absent"}, "'toy' cannot be measured against absent: absent is not installed"),
+        ({"against": "nobody"}, "'toy' at n=1 dtype=f32 has no side 'nobody'; it has right, wrong, broken"),
+        ({"only": {"m": ["1"]}}, "cells of 'toy' have no 'm'; they have dtype, n"),
+        ({"only": {"n": ["3"]}}, "no cell is left; there are n = 1, 2"),
+    ],
+)
+def test_mistakes_get_a_line(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        run("toy", **options)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+
+
+def test_unknown_names_and_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "atention"]) == 2
+    assert "did you mean 'attention'?" in capsys.readouterr().err
+    bad = tmp_path / "old.json"
+    bad.write_text("{}")
+    assert main(["bench", "toy", "--against", str(bad)]) == 2
+    assert "is no stored benchmark" in capsys.readouterr().err
+    assert main(["bench", "toy", "--only", "n"]) == 2
+    assert "--only takes KEY=VALUE, got 'n'" in capsys.readouterr().err
+
+
+def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    code = main(["bench", "toy", "--side", "right", "--only", "n=1", "--rounds", "2", "--out", str(out), "--json"])
+    printed = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert printed["machine"]["threads"] == torch.get_num_threads()
+    assert [row["side"] for row in printed["rows"]] == ["right"]
+    assert main(["bench", "toy", "--side", "right", "--against", str(out)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("the stored" in line for line in lines)
+    assert main(["bench", "toy", "--rounds", "1"]) == 2, "wrong sides are an error of the run"
+    assert "results are wrong" in capsys.readouterr().err
+    assert main(["bench", "--json"]) == 0
+    assert "attention" in [c["name"] for c in json.loads(capsys.readouterr().out)["cases"]]
+
+
+def test_files_are_merged_by_cell(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    store(path, run("toy", only={"n": ["1"]}, rounds=1))
+    store(path, run("toy", only={"n": ["2"]}, rounds=1))
+    store(path, run("toy", only={"n": ["2"]}, rounds=1))
+    rows = read(path)["rows"]
+    assert len(rows) == 8
+    assert {row["key"]["n"] for row in rows} == {1, 2}
+    assert all("processor" in row["machine"] for row in rows)
+    assert not list(tmp_path.glob("*.part"))
+    fresh = run("toy", rounds=1)["rows"]
+    assert sum("change" in row for row in compared(fresh, read(path))) == 2
+
+
+def test_disturbed_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process takes a whole core during the first two turns of the second round."""
+    spent = iter([0.0, 0.0, 0.0, 0.0, 0.0, 9.0, 9.0, 9.0, *[9.0] * 100])
+    monkeypatch.setattr(clock, "_busy", lambda: next(spent))
+    monkeypatch.setattr(clock.time, "process_time", lambda: 0.0)
+    monkeypatch.setattr(clock.time, "sleep", lambda seconds: None)
+    found = clock.measure({"a": lambda: None, "b": lambda: None}, rounds=3)
+    assert found.dropped == 1
+    assert found.clean
+    assert len(found.timings["a"].seconds) == len(found.timings["b"].seconds) == 3
+
+
+def test_a_machine_that_is_never_quiet_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter(range(0, 10**6, 50))
+    monkeypatch.setattr(clock, "_busy", lambda: float(next(spent)))
+    monkeypatch.setattr(clock.time, "sleep", lambda seconds: None)
+    found = clock.measure({"a": lambda: None}, rounds=3, seconds=0.01)
+    assert not found.clean
+    assert found.timings["a"].seconds
+
+
+def test_ratio_is_the_median_of_pairs() -> None:
+    timings = {"a": clock.Timing((1.0, 2.0, 4.0), 3), "b": clock.Timing((2.0, 4.0, 16.0), 3)}
+    assert clock.Rounds(timings, 0, True).ratio("a", "b") == 2.0
+
+
+def test_memory_is_what_lies_beyond_the_result() -> None:
+    size = 64 * 2**20
+
+    def call() -> torch.Tensor:
+        first = torch.ones(size // 4)
+        return first[: size // 16].clone()
+
+    extra = memory.extra_bytes(call)
+    if extra is None:
+        pytest.skip("this system does not tell a process's peak")
+    assert 0.9 * size < extra < 1.3 * size
+
+
+def test_every_case_can_be_built() -> None:
+    """The smallest cell of every real case: sides, and an oracle that takes right results and refuses others."""
+    made = all_cases()["attention"]
+    planned = next(p for p in made.plan() if p.key["n"] == 1024 and p.key["pass"] == "forward+backward")
+    cell = planned.build(frozenset())
+    result = cell.sides["sdpa"]()
+    assert cell.oracle("sdpa", result) is None
+    assert "off by" in (cell.oracle("sdpa", [result[0], result[1] * 1.01, *result[2:]]) or "")
