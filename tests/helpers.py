@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from phylon.layers.positions.absolute import LearnedPositions
 from phylon.layers.positions.rotary import Rotary, Rotation
 from phylon.layers.positions.score_bias import SharedRef
 from phylon.model import Block, Branch, Model, ModelSpec, Stack, Sublayer, build, post_norm, pre_norm
+from phylon.ops import native
 from phylon.patterns import Full, Pattern
 from phylon.spec import (
     Embed,
@@ -64,13 +66,28 @@ def pre(mixer: Mixer = ATTENTION, ffn: FeedForward = FFN, norm: Norm | None = No
     return decoder(block, block, norm_final=norm, **fields)
 
 
+def of_training(spec: type) -> bool:
+    """Whether a mechanism belongs to training or its data, and to no model."""
+    return spec.__module__.startswith(("phylon.train", "phylon.data"))
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Without the C++ kernels, whose products PyTorch's counters do not see."""
+    native.limit(())
+    try:
+        yield
+    finally:
+        native.limit(None)
+
+
 def cases(slot: type[Slot]) -> Iterator[tuple[str, Slot]]:
     """Every case of every mechanism of models that is registered for ``slot``, with an id.
 
-    Training registers objectives, optimizers and schedules as well, once something imports it.
+    Training registers objectives, optimizers, sources and more as well, once something imports it.
     """
     for entry in entries(slot):
-        if entry.spec.__module__.startswith("phylon.train"):
+        if of_training(entry.spec):
             continue
         for i, case in enumerate(entry.cases()):
             yield f"{entry.kind}-{i}", case

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from helpers import without_kernels
 from phylon.account import account
 from phylon.account.state import state_bytes
 from phylon.families import families, preset
@@ -70,7 +71,8 @@ def test_flops_are_those_that_the_flop_counter_sees(spec: ModelSpec) -> None:
         free = embed.n_extra * 2 * embed.n_channels * embed.patch_size**2 * spec.last_stack.d_model
     # The head for a second token sends the first token of a document to no expert.
     free += sum(experts_of(head, spec.last_stack.d_model) for head in spec.heads.values() if isinstance(head, MTP))
-    with dispatch.force("reference"), torch.inference_mode(), FlopCounterMode(display=False) as counter:
+    counted_by = FlopCounterMode(display=False)
+    with dispatch.force("reference"), without_kernels(), torch.inference_mode(), counted_by as counter:
         model(**inputs)
     figures = account(spec, seq_len=length)
     counted = figures.flops_forward_per_token * length + figures.flops_forward_per_document - free

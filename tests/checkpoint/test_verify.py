@@ -13,6 +13,7 @@ from phylon.layers.inits import NormalInit
 from phylon.layers.state import FullKV, State
 from phylon.model import Model, ModelSpec, build, record
 from phylon.ops.attention import AttentionCall
+from phylon.ops.native import library as native
 from phylon.patterns import Causal, Full, Records, Window
 from phylon.spec.errors import UserError
 
@@ -109,6 +110,7 @@ def test_what_does_not_apply_says_why():
     report = verify(made(llama_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, pattern=Full())))
     silent = {cell.name: cell.reason for cell in report.cells if cell.passed is None}
     others = {name for name in silent if name.startswith(("backend_scan", "backend_ssd", "backend_conv"))}
+    assert "CPU" in (silent.pop("backend_attention_flex", None) or "CPU")
     assert silent.keys() - others == {"chunks", "steps", "padded_chunks", "window", "causality", "control_state"}
     assert all(silent[name] == f"the model never calls the op {name.split('_')[1]}" for name in others)
     assert "Full" in (silent["chunks"] or "")
@@ -146,6 +148,7 @@ def test_positions_shifted_in_the_state(monkeypatch):
 def test_mask_off_by_one(monkeypatch):
     """Where the mask is explicit, a token sees the next one too."""
     monkeypatch.setattr(Causal, "allowed", lambda self, query, key: key.positions <= query.positions + 1)
+    monkeypatch.setattr(native.LIBRARIES["attention"], "allowed", False)  # it knows these patterns without their masks
     assert failed(verify(made())) >= {
         "chunks",
         "left_padding",
@@ -160,6 +163,7 @@ def test_window_off_by_one(monkeypatch):
     plain = Window.allowed
     monkeypatch.setattr(Window, "allowed", lambda self, q, k: plain(self.replace(size=self.size + 1), q, k))
     spec = llama_spec(d_model=24, n_layers=2, n_heads=3, vocab_size=37, pattern=Window(size=5))
+    monkeypatch.setattr(native.LIBRARIES["attention"], "allowed", False)
     assert "steps" in failed(verify(made(spec)))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import WIDTH, assert_close, cases, gpt_like, nodes, small_models
+from helpers import WIDTH, assert_close, cases, gpt_like, nodes, of_training, small_models, without_kernels
 from phylon.layers.context import Context
 from phylon.layers.inits import DepthScaledInit, FanInInit, NormalInit
 from phylon.model import build
@@ -41,6 +41,7 @@ BOOLEANS = {
     ("mlp", "bias"),
     ("mla", "bias"),
     ("softmax_router", "bias"),
+    ("wordpiece", "lowercase"),
     ("yarn_scaling", "round_ramp"),
 }
 """Presence of a parameter, or a documented convention; nothing that selects a code path."""
@@ -56,7 +57,7 @@ def test_what_a_mechanism_is(kind: str) -> None:
     assert config.tag == kind
     text = entry.spec.__doc__ or ""
     assert text.strip()
-    assert kind in NO_PAPER or PAPER.search(text), "the docstring cites its paper"
+    assert kind in NO_PAPER or of_training(entry.spec) or PAPER.search(text), "the docstring cites its paper"
     assert entry.paper.strip()
     made = list(entry.cases())
     assert made
@@ -109,7 +110,7 @@ def test_flops_are_what_pytorch_counts(name: str, case: Slot) -> None:
         context = Context(
             records=records, aligned=True, batch_size=2, memory=memory, memory_records=records, embedded=x
         )
-        with FlopCounterMode(display=False) as counter, dispatch.force("reference"):
+        with FlopCounterMode(display=False) as counter, dispatch.force("reference"), without_kernels():
             module(x, context)
         outputs = 1 if isinstance(case, Head) and case.per_document else length
         # Cross-attention is charged one source token a target token, as many as there are here.

@@ -268,14 +268,17 @@ def _finish(
 ) -> None:
     """Divide by the sum, in which the sink takes its share; rows that saw nothing stay zero."""
     empty = total == 0
-    row_lse = top + total.log()
+    row_lse, shrink = top + total.log(), 1.0
     if sink is not None:
         extra = sink[unit.heads].to(top.dtype)[None, :, None, None]
-        own = unit.by_head(row_lse, queries.stop - queries.start)
-        row_lse = torch.logaddexp(own, extra).view_as(row_lse)
-    row_lse = row_lse.masked_fill(empty, 0)
-    unit.put(lse, queries, row_lse)
-    unit.put(out, queries, mixed.mul_(torch.exp(top - row_lse).masked_fill_(empty, 0)))
+        n = queries.stop - queries.start
+        row_lse = torch.logaddexp(unit.by_head(row_lse, n), extra).view_as(row_lse)
+        above = torch.maximum(unit.by_head(top, n), extra)
+        shrink = torch.exp(top - above.view_as(top))
+        total = total * shrink + torch.exp(extra - above).view_as(top)
+    unit.put(lse, queries, row_lse.masked_fill(empty, 0))
+    # By the sum itself: the exponential of a large log-sum-exp would carry that number's rounding.
+    unit.put(out, queries, mixed.mul_((shrink / total).masked_fill_(empty, 0)))
 
 
 class _Attention(torch.autograd.Function):

@@ -42,7 +42,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     target: str = "target"
     max_tokens: int = 4096
     label_smoothing: float = 0.1
-    n_beams: int | None = 4
+    n_beams: int | None = None
     length_penalty: float = 0.6
 
     def __post_init__(self) -> None:
