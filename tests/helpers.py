@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from phylon.layers.positions.absolute import LearnedPositions
 from phylon.layers.positions.rotary import Rotary, Rotation
 from phylon.layers.positions.score_bias import SharedRef
 from phylon.model import Block, Branch, Model, ModelSpec, Stack, Sublayer, build, post_norm, pre_norm
-from phylon.ops import native
 from phylon.patterns import Full, Pattern
 from phylon.spec import (
     Embed,
@@ -69,16 +67,6 @@ def pre(mixer: Mixer = ATTENTION, ffn: FeedForward = FFN, norm: Norm | None = No
 def of_training(spec: type) -> bool:
     """Whether a mechanism belongs to training or its data, and to no model."""
     return spec.__module__.startswith(("phylon.train", "phylon.data"))
-
-
-@contextmanager
-def without_kernels() -> Iterator[None]:
-    """Without the C++ kernels, whose products PyTorch's counters do not see."""
-    native.limit(())
-    try:
-        yield
-    finally:
-        native.limit(None)
 
 
 def cases(slot: type[Slot]) -> Iterator[tuple[str, Slot]]:

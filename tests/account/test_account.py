@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import without_kernels
 from phylon.account import account
 from phylon.account.state import state_bytes
 from phylon.families import families, preset
@@ -18,6 +17,7 @@ from phylon.layers.ffn.moe import MoE, MoEModule
 from phylon.layers.state import State
 from phylon.model import MTP, Model, ModelSpec, build
 from phylon.model.mtp import AheadState
+from phylon.ops import native
 from phylon.ops.attention import dispatch
 from phylon.patterns import Window
 from phylon.spec.errors import UserError
@@ -72,7 +72,7 @@ def test_flops_are_those_that_the_flop_counter_sees(spec: ModelSpec) -> None:
     # The head for a second token sends the first token of a document to no expert.
     free += sum(experts_of(head, spec.last_stack.d_model) for head in spec.heads.values() if isinstance(head, MTP))
     counted_by = FlopCounterMode(display=False)
-    with dispatch.force("reference"), without_kernels(), torch.inference_mode(), counted_by as counter:
+    with dispatch.force("reference"), native.without(), torch.inference_mode(), counted_by as counter:
         model(**inputs)
     figures = account(spec, seq_len=length)
     counted = figures.flops_forward_per_token * length + figures.flops_forward_per_document - free

@@ -122,7 +122,7 @@ def test_truncated_and_missing_weights(fails: Callable, command: str, model_fold
         (["train", "tinygpt", "--out", "{out}", "--set", "optim.rl=1"], "did you mean 'lr'"),
         (["train", "--out", "{out}"], "--from"),
         (["train", "--out", "{out}", "--from", "smolm2"], "did you mean 'smollm2'"),
-        (["train", "tinygpt", "--out", "{out}", "--set", "tune.lora={rank=0}"], "lora.rank"),
+        (["train", "tinygpt", "--out", "{out}", "--set", "tune.lora={{rank=0}}"], "rank"),
         (["train", "tinygpt", "--out", "{out}", "--set", "run.on_spike=rollback"], "did you mean 'roll_back'"),
         (["train", "tinygpt", "--out", "{out}", "--set", "run.precision=fp16", "--device", "cpu"], "needs a GPU"),
         (["train", "tinygpt", "--out", "{out}", "--set", "optim.lr"], "not an assignment"),
@@ -198,7 +198,7 @@ def test_interrupts_are_130_and_one_line(fails: Callable, monkeypatch: pytest.Mo
         ("data.seq_len=153", "152"),
         ("run.threads=1000000", "run.threads"),
         ("model.preset=gtp2", "did you mean 'gpt2'"),
-        ("model.set={'decoder.d_model'=1000000000000}", "memory"),
+        ("model.set={'decoder.d_model'=1000000000000}", "GiB"),
     ],
 )
 def test_training_that_cannot_begin(train_fails: Callable, setting: str, words: str) -> None:

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import phylon
-from helpers import without_kernels
 from phylon import Model, ModelSpec, UserError
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.heads.lm import LMHead
@@ -23,7 +22,7 @@ from phylon.layers.mixers.mamba2 import Mamba2
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.rotary import Rotary
 from phylon.model.spec import Block, Stack, pre_norm
-from phylon.ops import scan
+from phylon.ops import native, scan
 from phylon.patterns import Window
 from phylon.spec.registry import entry_of
 
@@ -275,7 +274,7 @@ def test_names_are_the_canonical_ones() -> None:
 def test_flops_are_those_of_the_matrix_products(index: int, length: int) -> None:
     op = MIXERS[index]
     model = model_of(op)
-    with FlopCounterMode(display=False) as counter, without_kernels():
+    with FlopCounterMode(display=False) as counter, native.without():
         model(tokens(1, length), logits="none")
     flops = entry_of(op).flops
     assert flops is not None

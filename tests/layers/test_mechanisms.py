@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from helpers import WIDTH, assert_close, cases, gpt_like, nodes, of_training, small_models, without_kernels
+from helpers import WIDTH, assert_close, cases, gpt_like, nodes, of_training, small_models
 from phylon.layers.context import Context
 from phylon.layers.inits import DepthScaledInit, FanInInit, NormalInit
 from phylon.model import build
+from phylon.ops import native
 from phylon.ops.attention import dispatch
 from phylon.patterns import And, Document, Or, Records
 from phylon.spec import FeedForward, Head, Init, Mixer, Slot, entries
@@ -110,7 +111,7 @@ def test_flops_are_what_pytorch_counts(name: str, case: Slot) -> None:
         context = Context(
             records=records, aligned=True, batch_size=2, memory=memory, memory_records=records, embedded=x
         )
-        with FlopCounterMode(display=False) as counter, dispatch.force("reference"), without_kernels():
+        with FlopCounterMode(display=False) as counter, dispatch.force("reference"), native.without():
             module(x, context)
         outputs = 1 if isinstance(case, Head) and case.per_document else length
         # Cross-attention is charged one source token a target token, as many as there are here.

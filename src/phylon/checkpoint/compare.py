@@ -8,6 +8,7 @@ from torch import Tensor
 
 from phylon.checkpoint.law import TIGHT, Cell, Subject, distance
 from phylon.model import record
+from phylon.ops import native
 from phylon.spec.errors import UserError
 
 Reference = Callable[..., Mapping[str, Tensor]]
@@ -27,7 +28,8 @@ def compare(s: Subject, reference: Reference) -> list[Cell]:
         theirs = dict(reference(**inputs))
     except UserError as error:
         return [Cell(name="reference", passed=None, reason=str(error))]
-    with torch.no_grad(), record(s.model) as points:
+    # With PyTorch's own operations, as the reference computes: other kernels round otherwise, and are other cells.
+    with native.without(), torch.no_grad(), record(s.model) as points:
         s.model(**inputs)
     cells = [
         Cell(name=f"reference:{name}", passed=None, reason="this model records no such value")
@@ -35,7 +37,7 @@ def compare(s: Subject, reference: Reference) -> list[Cell]:
         if name not in points
     ]
     # What is recorded as scores or weights runs another kernel; what is compared comes from the plain pass.
-    with torch.no_grad(), record(s.model, *(name for name in theirs if name in points)) as ours:
+    with native.without(), torch.no_grad(), record(s.model, *(name for name in theirs if name in points)) as ours:
         s.model(**inputs)
     tight, n_blocks = TIGHT.get(s.model.dtype), sum(len(stack.blocks) for stack in s.model.spec.stacks.values())
     share = 16 * torch.finfo(s.model.dtype).eps if tight is None else tight * max(1, n_blocks)

@@ -5,6 +5,7 @@ The file is a protobuf; the reader below knows the few fields that decide ids. L
 - BPE merges among pieces of *equal* score go left to right in SentencePiece; here pairs of equal score are ranked so
   that a pair comes before every pair it can block from the left, which is the same unless such pairs block each other
   in a circle (never in a trained model we know of).
+- a space that comes as a byte piece at the very start of a text is dropped with the prefix space;
 - the character map is applied by grapheme, and one of more than five bytes (a letter with two long marks) by character;
 - a text that is one user-defined piece and nothing else loses the space that the model puts before it.
 """

@@ -28,7 +28,7 @@ class Flex:
 
     def available(self) -> str | None:
         if not torch.cuda.is_available():
-            return "FlexAttention has no backward pass on CPUs and compiles for seconds; it runs on GPUs"
+            return "no backward pass on CPUs, and seconds of compiling"
         return None
 
     def supports(self, call: AttentionCall) -> str | None:

@@ -49,7 +49,7 @@ class Native:
         if 0 in call.q.shape or 0 in call.k.shape or 0 in call.v.shape:
             return "an empty dimension"
         if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias):
-            return f"the score bias {type(call.bias).__name__} is not known to depend on distances alone"
+            return f"{type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
         return None

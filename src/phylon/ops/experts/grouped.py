@@ -21,7 +21,7 @@ class Grouped:
         if any(bias is not None for bias in call.weights.biases):
             return "no biases in the grouped product"
         if not call.x.is_cuda:
-            return "off CUDA it is a loop over the experts too, no faster than the reference"
+            return "off CUDA a loop too, no faster than the reference"
         if torch.is_autocast_enabled(call.x.device.type):
             return "the grouped product does not cast under autocast"
         if call.x.dtype != torch.bfloat16 or call.weights.up.dtype != torch.bfloat16:

@@ -1,7 +1,8 @@
 """All libraries together: begin to make them, look again, wait for them, keep a run to those it began with."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Generator
+from contextlib import contextmanager
 
 from phylon.ops.native.library import LIBRARIES
 
@@ -34,3 +35,15 @@ def limit(allowed: Collection[str] | None) -> None:
     """Use no library but these (``None``: any): a resumed run computes with the kernels it began with."""
     for name, library in LIBRARIES.items():
         library.allowed = allowed is None or name in allowed
+
+
+@contextmanager
+def without() -> Generator[None]:
+    """Only PyTorch's own operations inside the block: as others compute, and as PyTorch's counters see."""
+    before = {name: library.allowed for name, library in LIBRARIES.items()}
+    limit(())
+    try:
+        yield
+    finally:
+        for name, allowed in before.items():
+            LIBRARIES[name].allowed = allowed
