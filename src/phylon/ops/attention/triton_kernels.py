@@ -5,8 +5,20 @@ is its own, so that results do not depend on the order in which programs run. Th
 that runs imports it.
 """
 
+import os
+
 import triton
 import triton.language as tl
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def _dot(a, b):
+    """``a @ b`` in fp32, without TF32. The interpreter takes bf16 for integers: there it is widened, which is exact."""
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -25,11 +37,11 @@ def _count(state, index, dim: tl.constexpr):
 
 
 @triton.jit
-def _keep(seed, threshold, b, h, rows, cols):
-    """Which weights of a tile dropout keeps."""
+def _keep(seed, threshold, keep_factor, b, h, rows, cols):
+    """What dropout multiplies the weights of a tile with; numbers, since the compiler cannot move bits to a product."""
     state = _count(_count(seed.to(tl.uint32), b, 0), h, 1)
     state = _count(_count(state, rows, 2)[:, None], cols[None, :], 3)
-    return state >= threshold.to(tl.uint32)
+    return tl.where(state >= threshold.to(tl.uint32), keep_factor, 0.0)
 
 
 @triton.jit
@@ -70,7 +82,7 @@ def _scores(
     q, k, rows, cols, place, bits, bias, distance, n_queries, n_keys, scale, cap, BIAS: tl.constexpr, CAP: tl.constexpr
 ):
     """The scores of a tile, minus infinity where hidden; and the tanh of the cap."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = _dot(q, tl.trans(k)) * scale
     if BIAS:
         scores += tl.load(bias + distance)
     tanh = scores
@@ -171,9 +183,9 @@ def forward(
         shrink = tl.exp(top - shift)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
-            weights = tl.where(_keep(seed, threshold, b, h, rows, cols), weights * keep_factor, 0.0)
+            weights *= _keep(seed, threshold, keep_factor, b, h, rows, cols)
         v_tile = _load(v, cols, v_token, exists, value_width, EV)
-        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v_tile.dtype), v_tile, input_precision="ieee")
+        mixed = mixed * shrink[:, None] + _dot(weights.to(v_tile.dtype), v_tile)
         top = new_top
     empty = total == 0
     top = tl.where(empty, 0.0, top)
@@ -281,9 +293,9 @@ def backward_queries(
             q_tile, k_tile, rows, cols, place, bits, bias + h * n_bias, distance, n_queries, n_keys, scale, cap, BIAS, CAP
         )
         weights = tl.exp(scores - row_lse[:, None])
-        d_weights = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
+        d_weights = _dot(g_tile, tl.trans(v_tile))
         if DROPOUT:
-            d_weights = tl.where(_keep(seed, threshold, b, h, rows, cols), d_weights * keep_factor, 0.0)
+            d_weights *= _keep(seed, threshold, keep_factor, b, h, rows, cols)
         d_scores = weights * (d_weights - row_delta[:, None])
         if CAP:
             d_scores = d_scores * (1 - tanh * tanh)
@@ -294,7 +306,7 @@ def backward_queries(
             for m in range(tl.min(tl.min(kind, 1), 0), tl.max(tl.max(kind, 1), 0) + 1):
                 share = tl.sum(tl.sum(tl.where(kind == m, part, 0.0), 1), 0)
                 by_kind += tl.where(tl.arange(0, KINDS) == m, share, 0.0)
-        dq_tile += tl.dot(d_scores.to(k_tile.dtype), k_tile, input_precision="ieee")
+        dq_tile += _dot(d_scores.to(k_tile.dtype), k_tile)
     own = dq + (b * n_queries * n_heads + h) * width
     _store(own, rows, n_heads * width, here, width, dq_tile * scale, E)
     if KINDS > 1:
@@ -391,17 +403,17 @@ def backward_keys(
                 q_tile, k_tile, rows, cols, place, bits, bias + h * n_bias, distance, n_queries, n_keys, scale, cap, BIAS, CAP
             )
             weights = tl.exp(scores - row_lse[:, None])
-            d_weights = tl.dot(g_tile, tl.trans(v_tile), input_precision="ieee")
+            d_weights = _dot(g_tile, tl.trans(v_tile))
             kept = weights
             if DROPOUT:
-                keep = _keep(seed, threshold, b, h, rows, cols)
-                d_weights = tl.where(keep, d_weights * keep_factor, 0.0)
-                kept = tl.where(keep, weights * keep_factor, 0.0)
-            dv_tile += tl.dot(tl.trans(kept.to(g_tile.dtype)), g_tile, input_precision="ieee")
+                keep = _keep(seed, threshold, keep_factor, b, h, rows, cols)
+                d_weights *= keep
+                kept = weights * keep
+            dv_tile += _dot(tl.trans(kept.to(g_tile.dtype)), g_tile)
             d_scores = weights * (d_weights - row_delta[:, None])
             if CAP:
                 d_scores = d_scores * (1 - tanh * tanh)
-            dk_tile += tl.dot(tl.trans(d_scores.to(q_tile.dtype)), q_tile, input_precision="ieee")
+            dk_tile += _dot(tl.trans(d_scores.to(q_tile.dtype)), q_tile)
     own = dk + (b * n_keys * n_kv_heads + kv) * width
     _store(own, cols, n_kv_heads * width, here, width, dk_tile * scale, E)
     own = dv + (b * n_keys * n_kv_heads + kv) * value_width
