@@ -73,7 +73,7 @@ def test_refusals() -> None:
     if not torch.cuda.is_available():
         assert Triton().available() == "no GPU"
         assert "triton" not in {line.backend for line in explain(x, x, x) if line.reason is None}
-    with pytest.raises(UserError, match="attention backend 'triton' cannot run this call: (no GPU|it runs on GPUs)"):
+    with pytest.raises(UserError, match=r"attention backend 'triton' cannot run this call: (no GPU|it runs on GPUs)"):
         attention(x, x, x, backend="triton")
 
 

@@ -1,8 +1,8 @@
 """Attention in Triton for GPUs: FlashAttention-2 over the kept tiles of the plan, forward and backward, any pattern.
 
-Dao (arXiv:2307.08691): no T x S tensor, the backward pass recomputes the weights from the saved log-sum-exp. Sums are in
-fp32, in one order: no atomics, the same result every time. The kernels are in ``triton_kernels.py``, which is imported
-by the first call that runs. On CPUs only Triton's interpreter runs them, for tests.
+Dao (arXiv:2307.08691): no T x S tensor, the backward pass recomputes the weights from the saved log-sum-exp. Sums are
+in fp32, in one order: no atomics, the same result every time. The kernels are in ``triton_kernels.py``, which is
+imported by the first call that runs. On CPUs only Triton's interpreter runs them, for tests.
 """
 
 import os
@@ -26,7 +26,7 @@ _TILE_BYTES = 2**15
 
 
 class Triton:
-    """Only the tiles that the pattern keeps, in time and in memory; ``block`` queries and keys, or as the widths allow."""
+    """Only the tiles that the pattern keeps; of ``block`` queries and keys, or as many as the widths allow."""
 
     name = "triton"
 
@@ -235,9 +235,9 @@ def _has_triton() -> bool:
 
 
 def _block(call: AttentionCall) -> int:
-    """64 where a tile of keys and values takes a few registers' worth of shared memory, fewer for wide heads."""
+    """64, fewer for wide heads; 32 in fp32, whose products are unrolled: 64 would compile for a minute."""
     row = (_power(call.q.shape[3]) + _power(call.v.shape[3])) * call.q.element_size()
-    return max(16, min(64, _TILE_BYTES // row))
+    return max(16, min(128 // call.q.element_size(), _TILE_BYTES // row))
 
 
 def _power(width: int) -> int:

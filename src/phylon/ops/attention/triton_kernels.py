@@ -1,9 +1,11 @@
 """The kernels of ``triton.py``: one over query tiles forward, one over query tiles and one over key tiles backward.
 
-FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2, over the kept tiles of a ``TilePlan``. Every program writes what
-is its own, so that results do not depend on the order in which programs run. This module imports Triton: only a call
-that runs imports it.
+FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2, over the kept tiles of a ``TilePlan``. Every program writes
+what is its own, so that results do not depend on the order in which programs run. This module imports Triton: only a
+call that runs imports it.
 """
+
+# pyrefly: ignore-errors (kernels are Triton's language, which looks like Python and has other types)
 
 import os
 
@@ -38,7 +40,7 @@ def _count(state, index, dim: tl.constexpr):
 
 @triton.jit
 def _keep(seed, threshold, keep_factor, b, h, rows, cols):
-    """What dropout multiplies the weights of a tile with; numbers, since the compiler cannot move bits to a product."""
+    """What dropout multiplies the weights of a tile with."""
     state = _count(_count(seed.to(tl.uint32), b, 0), h, 1)
     state = _count(_count(state, rows, 2)[:, None], cols[None, :], 3)
     return tl.where(state >= threshold.to(tl.uint32), keep_factor, 0.0)
@@ -91,14 +93,15 @@ def _scores(
         tanh = (1 - small) / (1 + small)
         tanh = tl.where(scores < 0, -tanh, tanh)
         scores = tanh * cap
-    seen = (rows < n_queries)[:, None] & (cols < n_keys)[None, :]
+    # A number, since the compiler cannot move the bits that leave a branch to the layout of an fp32 product.
+    seen = ((rows < n_queries)[:, None] & (cols < n_keys)[None, :]).to(tl.int32)
     n_rows: tl.constexpr = q.shape[0]
     n_cols: tl.constexpr = k.shape[0]
     if place >= 0:
         row, col = tl.arange(0, n_rows), tl.arange(0, n_cols)
         at = bits + place.to(tl.int64) * (n_rows * n_cols // 8) + row[:, None] * (n_cols // 8) + (col // 8)[None, :]
-        seen = seen & (((tl.load(at).to(tl.int32) >> (col % 8)[None, :]) & 1) != 0)
-    return tl.where(seen, scores, -float("inf")), tanh
+        seen = seen & (tl.load(at).to(tl.int32) >> (col % 8)[None, :])
+    return tl.where(seen != 0, scores, -float("inf")), tanh
 
 
 @triton.jit(do_not_specialize=["seed", "threshold", "bias_first"])
@@ -175,7 +178,20 @@ def forward(
             qp, kp = query_positions + b * query_batch, key_positions + b * key_batch
             distance = _distance(qp, kp, rows, cols, n_queries, n_keys, bias_first)
         scores, _ = _scores(
-            q_tile, k_tile, rows, cols, place, bits, bias + h * n_bias, distance, n_queries, n_keys, scale, cap, BIAS, CAP
+            q_tile,
+            k_tile,
+            rows,
+            cols,
+            place,
+            bits,
+            bias + h * n_bias,
+            distance,
+            n_queries,
+            n_keys,
+            scale,
+            cap,
+            BIAS,
+            CAP,
         )
         new_top = tl.maximum(top, tl.max(scores, 1))
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)
@@ -290,7 +306,20 @@ def backward_queries(
             qp, kp = query_positions + b * query_batch, key_positions + b * key_batch
             distance = _distance(qp, kp, rows, cols, n_queries, n_keys, bias_first)
         scores, tanh = _scores(
-            q_tile, k_tile, rows, cols, place, bits, bias + h * n_bias, distance, n_queries, n_keys, scale, cap, BIAS, CAP
+            q_tile,
+            k_tile,
+            rows,
+            cols,
+            place,
+            bits,
+            bias + h * n_bias,
+            distance,
+            n_queries,
+            n_keys,
+            scale,
+            cap,
+            BIAS,
+            CAP,
         )
         weights = tl.exp(scores - row_lse[:, None])
         d_weights = _dot(g_tile, tl.trans(v_tile))
@@ -400,7 +429,20 @@ def backward_keys(
                 qp, kp = query_positions + b * query_batch, key_positions + b * key_batch
                 distance = _distance(qp, kp, rows, cols, n_queries, n_keys, bias_first)
             scores, tanh = _scores(
-                q_tile, k_tile, rows, cols, place, bits, bias + h * n_bias, distance, n_queries, n_keys, scale, cap, BIAS, CAP
+                q_tile,
+                k_tile,
+                rows,
+                cols,
+                place,
+                bits,
+                bias + h * n_bias,
+                distance,
+                n_queries,
+                n_keys,
+                scale,
+                cap,
+                BIAS,
+                CAP,
             )
             weights = tl.exp(scores - row_lse[:, None])
             d_weights = _dot(g_tile, tl.trans(v_tile))
