@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python benchmarks/attention/gpu.py [--out benchmarks/attention/gpu.json]
 
-Batch 4, 16 heads of 64 or 128, bf16; medians of interleaved rounds; only visible pairs count as work: 4 E a pair forward,
-14 E forward and backward (seven products, one of them the recomputation of the scores).
+Batch 4, 16 heads of 64 or 128, bf16; medians of interleaved rounds; only visible pairs count as work: 4 E a pair
+forward, 14 E forward and backward (seven products, one of them the recomputation of the scores).
 """
 
 import argparse

@@ -7,6 +7,7 @@ imported by the first call that runs. On CPUs only Triton's interpreter runs the
 
 import os
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -92,9 +93,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, parameter: Tensor | None, setting: _Setting
     ) -> Tensor:
-        from phylon.ops.attention import triton_kernels as kernels
-
-        (b, t, h, _), ev = q.shape, v.shape[3]
+        kernels, (b, t, h, _), ev = _kernels(), q.shape, v.shape[3]
         out, lse = q.new_empty(b, t, h, ev), q.new_empty(b, h, t, dtype=torch.float32)
         options = _options(q, k, v, parameter, setting, columns=False)
         grid = (setting.plan.n_query_tiles, b * h)
@@ -107,8 +106,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
-        from phylon.ops.attention import triton_kernels as kernels
-
+        kernels = _kernels()
         q, k, v, sink, parameter, out, lse = ctx.saved_tensors
         setting, (b, _, h, _) = ctx.setting, q.shape
         saved = {"lse": lse, "d_out": d_out.contiguous(), "delta": torch.empty_like(lse)}
@@ -139,6 +137,11 @@ class _Attention(torch.autograd.Function):
             d_sink = -(torch.exp(sink[:, None] - lse) * saved["delta"]).sum((0, 2))
         d_parameter = d_bias.sum((0, 2))[:, : parameter.shape[1]] if learns else None
         return dq, dk, dv, d_sink, d_parameter, None
+
+
+def _kernels() -> Any:
+    """The module of the kernels, which is slow to import."""
+    return import_module("phylon.ops.attention.triton_kernels")
 
 
 def _options(
@@ -237,7 +240,8 @@ def _has_triton() -> bool:
 def _block(call: AttentionCall) -> int:
     """64, fewer for wide heads; 32 in fp32, whose products are unrolled: 64 would compile for a minute."""
     row = (_power(call.q.shape[3]) + _power(call.v.shape[3])) * call.q.element_size()
-    return max(16, min(128 // call.q.element_size(), _TILE_BYTES // row))
+    fits = max(16, min(128 // call.q.element_size(), _TILE_BYTES // row))
+    return 1 << (fits.bit_length() - 1)
 
 
 def _power(width: int) -> int:
