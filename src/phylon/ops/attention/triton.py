@@ -96,7 +96,7 @@ class _Attention(torch.autograd.Function):
         kernels, (b, t, h, _), ev = _kernels(), q.shape, v.shape[3]
         out, lse = q.new_empty(b, t, h, ev), q.new_empty(b, h, t, dtype=torch.float32)
         options = _options(q, k, v, parameter, setting, columns=False)
-        grid = (setting.plan.n_query_tiles, b * h)
+        grid = (setting.plan.n_query_tiles * b * h,)
         with torch.cuda.device_of(q):
             kernels.forward[grid](out=out, lse=lse, sink=_or(sink, lse), SINK=sink is not None, **options)
         ctx.save_for_backward(q, k, v, sink, parameter, out, lse)
@@ -117,7 +117,7 @@ class _Attention(torch.autograd.Function):
         tables = (lse, lse) if setting.bias is None else (setting.bias.kinds, setting.bias.factors)
         with torch.cuda.device_of(q):
             # First, since it writes delta, which the other one reads.
-            kernels.backward_queries[(setting.plan.n_query_tiles, b * h)](
+            kernels.backward_queries[(setting.plan.n_query_tiles * b * h,)](
                 out=out,
                 dq=dq,
                 d_bias=d_bias,
@@ -128,7 +128,7 @@ class _Attention(torch.autograd.Function):
                 **_options(q, k, v, parameter, setting, columns=False),
             )
             if any(ctx.needs_input_grad[1:3]):
-                kernels.backward_keys[(setting.plan.n_key_tiles, b * k.shape[2])](
+                kernels.backward_keys[(setting.plan.n_key_tiles * b * k.shape[2],)](
                     dk=dk, dv=dv, **saved, **_options(q, k, v, parameter, setting, columns=True)
                 )
         d_sink = None

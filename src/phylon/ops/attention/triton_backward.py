@@ -69,7 +69,8 @@ def backward_queries(
 
     ``d_bias`` (B H, nQ, KINDS) sums the scores' gradients times ``factors`` by ``kinds``, both by distance.
     """
-    i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n_tiles = (n_queries + BLOCK_Q - 1) // BLOCK_Q
+    i, bh = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     b, h = bh // n_heads, bh % n_heads
     rows = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
     here = rows < n_queries
@@ -83,7 +84,7 @@ def backward_queries(
     tl.store(delta + bh * n_queries + rows, row_delta, mask=here)
     row_lse = tl.load(lse + bh * n_queries + rows, mask=here, other=0.0)
     map_ = b * map_batch + h * map_head
-    row = map_ * tl.num_programs(0) + i
+    row = map_ * n_tiles + i
     dq_tile = tl.zeros((BLOCK_Q, E), tl.float32)
     by_kind = tl.zeros((KINDS,), tl.float32)
     for at in range(tl.load(starts + row), tl.load(starts + row + 1)):
@@ -129,7 +130,7 @@ def backward_queries(
     own = dq + (b * n_queries * n_heads + h) * width
     store_rows(own, rows, n_heads * width, here, width, dq_tile * scale, E)
     if KINDS > 1:
-        tl.store(d_bias + (bh * tl.num_programs(0) + i) * KINDS + tl.arange(0, KINDS), by_kind)
+        tl.store(d_bias + (bh * n_tiles + i) * KINDS + tl.arange(0, KINDS), by_kind)
 
 
 @triton.jit(do_not_specialize=["seed", "threshold", "bias_first"])
@@ -189,7 +190,8 @@ def backward_keys(
 
     ``starts``, ``tiles`` and ``places`` are the plan's columns.
     """
-    j, bkv = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n_tiles = (n_keys + BLOCK_K - 1) // BLOCK_K
+    j, bkv = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     n_kv_heads = n_heads // n_groups
     b, kv = bkv // n_kv_heads, bkv % n_kv_heads
     cols = j * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -205,7 +207,7 @@ def backward_keys(
         k_tile = load_rows(k, cols, k_token, exists, width, E)
         v_tile = load_rows(v, cols, v_token, exists, value_width, EV)
         row = (b * n_heads + h) * n_queries
-        column = map_ * tl.num_programs(0) + j
+        column = map_ * n_tiles + j
         for at in range(tl.load(starts + column), tl.load(starts + column + 1)):
             rows = tl.load(tiles + at) * BLOCK_Q + tl.arange(0, BLOCK_Q)
             exist = rows < n_queries

@@ -67,7 +67,8 @@ def forward(
     UNSEEN: tl.constexpr,
 ):
     """One tile of queries of one head: its output and log-sum-exp (B, H, T), 0 where a row sees nothing."""
-    i, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    n_tiles = (n_queries + BLOCK_Q - 1) // BLOCK_Q
+    i, bh = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     b, h = bh // n_heads, bh % n_heads
     rows = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
     here = rows < n_queries
@@ -75,7 +76,7 @@ def forward(
     k += b * k_batch + h // n_groups * k_head
     v += b * v_batch + h // n_groups * v_head
     map_ = b * map_batch + h * map_head
-    row = map_ * tl.num_programs(0) + i
+    row = map_ * n_tiles + i
     top = tl.full((BLOCK_Q,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     mixed = tl.zeros((BLOCK_Q, EV), tl.float32)
