@@ -31,7 +31,11 @@ ROOT = Path(__file__).parents[2]
 
 def in_a_process(*arguments: str, seconds: int = 60, interpret: bool = True) -> str:
     paths = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"TRITON_INTERPRET": "1" if interpret else "0", "PYTHONPATH": paths}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1" if interpret else "0",
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds
     )
@@ -42,7 +46,7 @@ def in_a_process(*arguments: str, seconds: int = 60, interpret: bool = True) -> 
 @outside
 def test_in_the_interpreter() -> None:
     """All tests of this file marked ``inside``."""
-    said = in_a_process("-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__)), "-k", "inside")
+    said = in_a_process("-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", __file__, "-k", "inside")
     ran = re.search(r"(\d+) passed", said)
     assert ran is not None
     assert int(ran[1]) >= len(CASES)
@@ -53,7 +57,7 @@ def test_in_the_interpreter() -> None:
 def test_contract_in_the_interpreter() -> None:
     """The contract of all backends, for this one: every feature and size."""
     contract = str(ROOT / "tests" / "contract" / "test_attention_backends.py")
-    said = in_a_process("-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "-k", "[triton", seconds=1800)
+    said = in_a_process("-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "-k", "[triton", seconds=900)
     ran = re.search(r"(\d+) passed", said)
     assert ran is not None
     assert int(ran[1]) > 50
@@ -102,10 +106,10 @@ CASES: dict[str, Any] = {
     "more queries than keys": lambda: call(45, 33, pattern=Causal()),
     "window": lambda: call(70, 70, kv=2, pattern=Window(size=9)),
     "heads apart": lambda: call(45, 45, pattern=BigBird(block=8, n_heads=2, n_random=1)),
-    "rows": lambda: call(45, 45, b=2, pattern=SymmetricWindow(radius=3)),
+    "rows": lambda: call(33, 33, b=2, pattern=SymmetricWindow(radius=3)),
     "left padding": lambda: call(45, 45, pattern=Causal(), query=segments(45, "left"), key=segments(45, "left")),
-    "bfloat16": lambda: call(40, 40, torch.bfloat16, pattern=Causal(), dropout=0.2),
-    "float16": lambda: call(40, 40, torch.float16, pattern=Causal()),
+    "bfloat16": lambda: call(24, 24, torch.bfloat16, pattern=Causal(), dropout=0.2),
+    "float16": lambda: call(24, 24, torch.float16, pattern=Causal()),
     "buckets": lambda: call(45, 45, pattern=Full(), bias=BucketBias(learned(8, 2), 20, True)),
     "all": lambda: call(
         45,
@@ -155,7 +159,7 @@ def test_inside_equals_the_reference(name: str) -> None:
 @inside
 def test_inside_blocks_give_the_same() -> None:
     pattern: Pattern = Causal()
-    results = [both_ways(Triton(block=block), call(40, 40, pattern=pattern, dropout=0.5)) for block in (16, 64)]
+    results = [both_ways(Triton(block=block), call(24, 24, pattern=pattern, dropout=0.5)) for block in (16, 64)]
     for one, other in zip(*results, strict=True):
         assert_close(one, other, floor=1.0)
 
