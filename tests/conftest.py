@@ -16,7 +16,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionstart() -> None:
     """Kernels are compiled before the first test, so that every test sees the same backends."""
-    import phylon.model  # noqa: F401  (registers them)
+    import phylon.train  # noqa: F401  (registers them)
     from phylon.ops import native
 
     native.wait()

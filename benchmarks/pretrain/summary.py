@@ -16,9 +16,9 @@ from phylon.train.prepare import prepare, recipe_source
 def summary(run: Path) -> dict:
     """The figures of a run."""
     recipe = load_recipe(run / "recipe.toml")
-    prepared = prepare(
-        recipe, run, recipe_source(recipe.data), "cpu", lambda message: None, lambda tokenizer: None, resume=True
-    )
+    source = recipe_source(recipe.data)
+    # The run's own vocabulary and tokens, and a model as it was drawn.
+    prepared = prepare(recipe, run, source, "cpu", lambda said: None, lambda made: None, resume=True, kept=True)
     model, held_out = prepared.model.eval(), prepared.feed.held_out
     assert held_out is not None, "the run holds nothing out"
     with torch.no_grad():

@@ -197,6 +197,8 @@ def test_the_page_of_verify_keeps_its_columns_apart_and_says_what_it_judges() ->
 
 def test_names_of_families_and_kinds_stand_apart(run: Callable) -> None:
     lines = run("list", "families").out.splitlines()
+    assert sum("loads: " in line for line in lines) == sum(1 for line in lines if "presets: " in line)
+    assert any("loads: Phylon's own folders" in line for line in lines)
     data = json.loads(run("list", "families", "--json").out)["families"]
     heads = [line for line in lines if line and not line.startswith(" ")]
     assert [line.split("  ")[0] for line in heads] == [row["name"] for row in data]

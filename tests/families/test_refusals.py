@@ -6,7 +6,7 @@ from phylon.families import families
 from phylon.families.base import Config
 from phylon.spec.errors import UserError
 
-BAD = {int: (7, 0, -1, 2**40, "x"), float: (float("nan"), -1.0, 1.5, "x"), str: ("xyz", 3)}
+BAD = {int: (7, 1, 0, -1, 2**40, "x"), float: (float("nan"), -1.0, 1.5, "x"), str: ("xyz", 3)}
 # Two keys that say the same: the refusal names the other one.
 BESIDE = {
     "num_attention_heads": "num_key_value_heads",

@@ -274,6 +274,17 @@ def test_a_builders_refusal_names_the_file(tmp_path):
     assert refused(folder, "top_k").startswith(str(folder / "config.json"))
 
 
+def test_a_refusal_on_building_names_the_key(folder, monkeypatch):
+    """What only the parts notice when they are put together names the file's key beside our argument."""
+
+    def build_meta(spec):
+        raise UserError("d_model 32 is no width for this")
+
+    monkeypatch.setattr(sys.modules[load.__module__], "build_meta", build_meta)
+    said = refused(folder, "from 'hidden_size'")
+    assert said.startswith(str(folder / "config.json"))
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "phylon.json"])
 def test_numbers_longer_than_python_reads(folder, name):
     """And not only in a configuration: wherever JSON is read."""

@@ -286,3 +286,17 @@ def test_no_second_derivative() -> None:
     out = attention(q, k, v, backend="native")
     with pytest.raises(UserError, match="no second derivative"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
+
+
+def test_positions_of_either_width() -> None:
+    """A state keeps its keys' positions in int32, queries come in int64."""
+    made = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(2, n, h, 8, generator=made) for n, h in ((5, 4), (9, 1), (9, 1)))
+    query = Records(torch.tensor([[4, 5, 6, 7, 8], [0, 0, 0, 1, 2]]), torch.tensor([[1] * 5, [0, 0, 1, 1, 1]]))
+    key = Records(torch.arange(9, dtype=torch.int32).expand(2, 9), torch.ones(2, 9, dtype=torch.int32))
+    bias = AlibiBias(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
+    found = [
+        attention(q, k, v, pattern=Causal(), query=query, key=key, bias=bias, backend=backend)
+        for backend in ("native", "reference")
+    ]
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)

@@ -105,6 +105,9 @@ def test_silent_configurations_mean_the_reference_s_defaults() -> None:
     assert (moe.n_experts, moe.router) == (8, RenormalisedRouter(top_k=2))
     assert attention.rotary.theta == 1e6
     assert spec.decoder.norm_final.eps == 1e-5
+    for table in ({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}):
+        found = read_config(Config(SIZES | {"rope_parameters": table}))
+        assert found.decoder.blocks[0].op("attn").rotary.theta == 1e6
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_refused(tmp_path: Path) -> None:
         ("no_bias", False),
         ("logit_scale", "inv_sqrt_d_model"),
         ("norm_type", "rmsnorm"),
+        ("ffn_config", {"ffn_type": "mptglu", "ffn_act_fn": {"name": "silu"}}),
     ):
         with refuses(key):
             read_config(Config(config | {key: value}))

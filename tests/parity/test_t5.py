@@ -140,7 +140,7 @@ def test_refusals(tmp_path: Path) -> None:
     config = hf.T5Config(**SIZES, architectures=["T5ForConditionalGeneration"])
     refuses(tmp_path / "a", config, {"architectures": ["T5ForTokenClasification"]}, "is not supported.*")
     refuses(tmp_path / "b", config, {"is_decoder": True}, "'is_decoder' is True")
-    refuses(tmp_path / "c", config, {"dense_act_fn": "sin"}, "unknown feed_forward_proj")
+    refuses(tmp_path / "c", config, {"dense_act_fn": "sin"}, "unknown dense_act_fn")
     refuses(tmp_path / "d", config, {"d_kv": REMOVED}, "lacks 'd_kv'")
     refuses(tmp_path / "e", config, {"surprise": 1}, "not understood")
     exact = t5_spec(d_model=8, n_layers=1, n_heads=1, head_dim=4, activation="gelu", gated=True, tied=False)

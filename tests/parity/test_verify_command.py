@@ -1,6 +1,9 @@
 """`phylon verify`: a table, JSON, exit code 1 for a failing cell, and `transformers` as the reference."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,61 @@ def test_bad_input(folder, tmp_path):
         done = run(*args)
         assert done.exit_code in (1, 2)
         assert words in str(done.exception) + done.output
+
+
+LEAKY = '''
+from phylon.layers.part import Linear, Part
+from phylon.spec.base import FeedForward, Mechanism
+from phylon.spec.registry import register
+
+
+class Leaky(Mechanism, FeedForward, frozen=True, kw_only=True):
+    """A linear map of what a token has beyond the mean of the batch."""
+
+
+class LeakyModule(Part):
+    def __init__(self, spec, d_model):
+        super().__init__()
+        self.proj = Linear(d_model, d_model, bias=False)
+
+    def forward(self, x, ctx):
+        return self.proj(x - x.mean(0, keepdim=True) / 2)
+
+
+register(Leaky, module=LeakyModule, paper="none", cases=lambda: [Leaky()], flops=lambda s, width, n: 2 * width**2)
+'''
+BUILDS = """
+import sys
+from phylon.cli.extend import import_files
+from phylon.cli.main import main
+from phylon import build, override, save
+from phylon.families import family
+file, folder = sys.argv[1:]
+import_files([file])
+spec = override(family("llama").cases()[0], {"decoder.blocks.1.ffn": {"kind": "leaky"}})
+save(build(spec, seed=0, device="cpu"), folder)
+"""
+
+
+@pytest.mark.slow
+def test_a_mechanism_of_the_users_that_breaks_the_law(tmp_path):
+    """``--import`` brings it into the command; the cells that fail are those of neighbours in the batch."""
+    (tmp_path / "leaky.py").write_text(LEAKY)
+    model, file = str(tmp_path / "model"), str(tmp_path / "leaky.py")
+    subprocess.run([sys.executable, "-c", BUILDS, file, model], check=True)
+    command = [sys.executable, "-m", "phylon.cli", "verify", model, "--json"]
+    done = subprocess.run([*command, "--import", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    failing = {cell["name"] for cell in json.loads(done.stdout)["cells"] if cell["passed"] is False}
+    assert failing >= {"batching", "left_padding", "right_padding"}
+    assert not failing & {"chunks", "steps", "control_history"}
+    without = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert without.returncode == 2
+    assert "leaky" in without.stderr
+
+
+def test_the_reference_is_never_sought_on_the_net(folder, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    assert run(folder).exit_code == 0
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    monkeypatch.delenv("HF_HUB_OFFLINE")

@@ -27,12 +27,10 @@ def watched(folder):
 
 
 def test_looking_changes_no_bit_and_comes_when_due(tmp_path):
-    runs = {
-        every: Trainer(toy_model(0.2), ToyLoader(), toy_recipe(watch_every=every), tmp_path / str(every))
-        for every in (None, 5)
-    }
-    for trainer in runs.values():
-        trainer.run()
+    runs = {}
+    for every in (None, 5):
+        runs[every] = Trainer(toy_model(0.2), ToyLoader(), toy_recipe(watch_every=every), tmp_path / str(every))
+        runs[every].run()
     weights = [list(trainer.model.parameters()) for trainer in runs.values()]
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
     assert [r["step"] for r in watched(tmp_path / "5")] == [5, 10, 15, 20]

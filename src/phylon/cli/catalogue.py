@@ -85,7 +85,7 @@ def families_page(rows: Rows) -> str:
         reads += [f"GGUF ({', '.join(row['gguf'])})"] if row["gguf"] else []
         lines = [f"{row['name']:<{width}}{row['title']}", f"{'':{width}}{row['paper']}"]
         lines += _listed("presets", row["presets"], width)
-        lines += _listed("loads", reads, width)
+        lines += _listed("loads", reads or ["Phylon's own folders"], width)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

@@ -1,5 +1,6 @@
 """``phylon verify``: the law, tried on a model of the user's."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -78,6 +79,8 @@ def _reference(choice: str, model: str) -> tuple["Reference | None", str | None]
         return None, None
     if choice not in ("auto", PACKAGE):
         return _from_file(Path(choice), model), None
+    # What it does not find here it would look for on the net, kernels (code) among it.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         return transformers_reference(model), None
     except UserError as error:

@@ -111,8 +111,9 @@ def _hollow(spec: ModelSpec) -> Model:
 
 
 def _recorded(module: torch.nn.Module, path: str, taps: dict[str, torch.Tensor]) -> Any:
-    def keep(_module: object, _inputs: object, output: torch.Tensor) -> None:
-        taps[path] = output
+    def keep(_module: object, _inputs: object, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> None:
+        # A norm that also adds an increment gives the sum before what is normalised.
+        taps[path] = output if isinstance(output, torch.Tensor) else output[-1]
 
     return module.register_forward_hook(keep)
 

@@ -1,7 +1,7 @@
 """What a family is: a builder, presets, and how foreign formats say it. One registration a file."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,12 +123,23 @@ def shown(value: Any) -> str:
 
 
 def _quoted_values(message: str) -> list[tuple[str, str]]:
-    """What a refusal quotes, each with the word it is said of: what it got, else every number that is no limit."""
+    """What a refusal quotes, each with the word it is said of: what it got and the arguments it is held against, else
+    every number that is no limit."""
+    pairs = re.findall(r"(\w+) '?(-?\d[\w.+-]*(?<![.]))", message)
     _, found, got = message.rpartition("got ")
     if found:
-        return [(message.split()[0], value.strip(".")) for value in re.findall(r"[^\s',;()]+", got)]
-    pairs = re.findall(r"(\w+) '?(-?\d[\w.+-]*(?<![.]))", message)
+        values = [(message.split()[0], value.strip(".")) for value in re.findall(r"[^\s',;()]+", got)]
+        return values + [(word, value) for word, value in pairs if "_" in word]
     return [(word, value) for word, value in pairs if word not in ("least", "below", "above", "from", "to", "most")]
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The values of a table and of the tables in it, each with the way to it."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
 
 
 class Config:
@@ -176,7 +187,7 @@ class Config:
             raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(value)}")
         if isinstance(value, str) and (len(value) > 100 or not value.isprintable()):
             raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is no plain name")
-        self._taken |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+        self._taken |= dict(_leaves(key, value))
         return value
 
     def blame(self, error: UserError) -> UserError:

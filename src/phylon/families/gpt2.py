@@ -99,7 +99,7 @@ def read_config(config: Config) -> ModelSpec:
     # Upcasting is a matter of precision, which the kernels settle; the summary head is not part of the language model.
     config.ignore("reorder_and_upcast_attn", "n_ctx", "summary_type", "summary_use_proj", "summary_activation")
     config.ignore("summary_proj_to_labels", "summary_first_dropout")
-    base = (d_model // n_heads) ** -0.5 if scaled else 1.0
+    base = head_width(d_model, n_heads) ** -0.5 if scaled else 1.0
     plain = scaled and not by_depth
     spec = gpt2_spec(
         d_model=d_model,

@@ -38,10 +38,13 @@ def read_config(config: Config) -> ModelSpec:
     return spec
 
 
-def read_shared(config: Config, *, n_kv_heads: int | None = None, max_seq_len: int = 2048) -> dict[str, Any]:
+def read_shared(
+    config: Config, *, n_kv_heads: int | None = None, max_seq_len: int = 2048, theta: float = 10_000.0
+) -> dict[str, Any]:
     """The keys that LLaMA and Mistral configurations have in common, as arguments of ``llama_spec``.
 
-    ``n_kv_heads`` (``None``: those of the queries) and ``max_seq_len`` are the reference's where a file is silent.
+    ``n_kv_heads`` (``None``: those of the queries), ``max_seq_len`` and the rotary ``theta`` are the reference's where
+    a file is silent.
     """
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
     if "num_key_value_heads" in config:
@@ -59,7 +62,7 @@ def read_shared(config: Config, *, n_kv_heads: int | None = None, max_seq_len: i
         "vocab_size": config.size("vocab_size"),
         "max_seq_len": max_seq_len,
         "eps": config.number("rms_norm_eps", 1e-6),
-        "rotary": whole_heads(read_rotary(config, head_dim, max_seq_len), config.where),
+        "rotary": whole_heads(read_rotary(config, head_dim, max_seq_len, default_theta=theta), config.where),
         "activation": activation_name(config, "hidden_act", "silu"),
         "attention_dropout": config.number("attention_dropout", 0.0),
         "tied": config.take("tie_word_embeddings", False, bool),
@@ -69,7 +72,8 @@ def read_shared(config: Config, *, n_kv_heads: int | None = None, max_seq_len: i
 def whole_heads(rotary: Rotary, where: str) -> Rotary:
     """Refuses partial rotary: the reference LLaMA and Mistral turn whole heads, whatever their configuration says."""
     if rotary.dim is not None:
-        raise UserError(f"{where}: partial rotary is not supported: the reference of this family turns whole heads")
+        why = "the reference of this family turns whole heads"
+        raise UserError(f"{where}: partial rotary ('partial_rotary_factor') is not supported: {why}")
     return rotary
 
 

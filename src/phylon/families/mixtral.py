@@ -70,12 +70,10 @@ def mixtral_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    shared = read_shared(config, n_kv_heads=8, max_seq_len=131_072)
+    shared = read_shared(config, n_kv_heads=8, max_seq_len=131_072, theta=1e6)
     # The reference's where a file is silent, and not LLaMA's.
     if "rms_norm_eps" not in config:
         shared["eps"] = 1e-5
-    if "rope_theta" not in config and "rope_parameters" not in config:
-        shared["rotary"] = shared["rotary"].replace(theta=1e6)
     window = config.size("sliding_window", None)
     # What training adds to the loss is said by the recipe.
     config.ignore("output_router_logits", "router_aux_loss_coef")

@@ -99,7 +99,8 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("norm_type", *norms, why="MPT's norms are LayerNorms")
     config.ignore("learned_pos_emb")  # said beside ALiBi, which then stands alone
     # How gradients, initialisation and the tokenizer of the training run were set up.
-    config.ignore("embedding_fraction", "init_device", "init_config", "verbose", "tokenizer_name", "ffn_config")
+    config.ignore("embedding_fraction", "init_device", "init_config", "verbose", "tokenizer_name")
+    config.expect("ffn_config", None, {}, {"ffn_type": "mptmlp"}, why="MPT's feed-forwards are plain GELU networks")
     spec = mpt_spec(
         d_model=d_model,
         n_layers=config.depth("n_layers"),

@@ -38,6 +38,11 @@ def read_rotary(
             {("rope_type" if k == "type" else k): v for k, v in scaling.items()}, f"{config.where} rope_scaling"
         )
     width = int(head_dim * share)
+    if share != 1 and (width < 2 or width % 2):
+        raise UserError(
+            f"{config.where}: 'partial_rotary_factor' {share:g} of a head of {head_dim} turns {width} features; "
+            "it must be an even number of them"
+        )
     parsed = _read_scaling(table, theta, max_seq_len)
     table.finish()
     return Rotary(theta=theta, dim=None if width == head_dim else width, scaling=parsed)

@@ -147,9 +147,9 @@ def _feed_forward(config: Config) -> tuple[bool, str]:
     name, gated = config.take("dense_act_fn", name, str), config.take("is_gated_act", words[0] == "gated", bool)
     if name not in ACTIVATIONS or len(words) > 2 or (len(words) == 2 and words[0] != "gated"):
         said = "-".join(words)
-        raise UserError(
-            f"{config.where}: unknown feed_forward_proj '{said}' ('{name}'){did_you_mean(name, ACTIVATIONS)}"
-        )
+        key = "dense_act_fn" if "dense_act_fn" in config else "feed_forward_proj"
+        said = name if key == "dense_act_fn" else said
+        raise UserError(f"{config.where}: unknown {key} '{said}'{did_you_mean(name, ACTIVATIONS)}")
     return gated, ACTIVATIONS[name]
 
 

@@ -1,7 +1,7 @@
 """What lies at a path, from its configuration alone: the format, the family and the spec. No weight is read."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ class Description:
     """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file.
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
+    ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
     path: Path
@@ -33,6 +34,7 @@ class Description:
     generation: GenerationDefaults
     source: TensorSource | None = None
     written_as: str | None = None
+    blame: Callable[[UserError], UserError] = lambda error: error
 
 
 def describe(path_or_name: str | Path) -> Description:
@@ -95,7 +97,15 @@ def _hf(path: Path) -> Description:
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
-    return Description(path=path, format="hf", family=family, spec=spec, generation=generation, written_as=family.name)
+    return Description(
+        path=path,
+        format="hf",
+        family=family,
+        spec=spec,
+        generation=generation,
+        written_as=family.name,
+        blame=config.blame,
+    )
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def load(
     found = describe(path_or_name)
     source = found.source or open_safetensors(found.path)
     try:
-        model = _shaped(found.spec, source, found.path)
+        model = _shaped(found, source)
         layout = _layout(found, model)
         shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
         plan = layout.plan(source.tensors, shapes, str(found.path))
@@ -67,13 +67,16 @@ def stored_tensors(model: Model) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
-def _shaped(spec: ModelSpec, source: TensorSource, path: Path) -> Model:
+def _shaped(found: Description, source: TensorSource) -> Model:
     """The model without memory, once its sizes are known to be possible and within what the files hold."""
+    spec, path = found.spec, found.path
     _check_depth(spec, source, path)
     try:
         model = build_meta(spec)
     except UserError as error:
-        raise UserError(f"the configuration of '{path}' cannot be built: {error}") from None
+        said = str(found.blame(error))
+        where = "" if str(path) in said else f"{path}: "
+        raise UserError(f"{where}{said}; such a configuration cannot be built") from None
     except (RuntimeError, OverflowError):
         raise UserError(f"the configuration of '{path}' asks for impossible sizes; correct it") from None
     held = sum(math.prod(info.shape) for info in source.tensors.values())

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from phylon.ops.rows import native as rows
 from phylon.spec.base import Mechanism, Slot
@@ -87,12 +88,7 @@ class AdamWOptimizer:
             name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
         }
         self.trained: dict[str, Tensor] = {**self.params, **self.masters}
-        by_decay: dict[float, list[Tensor]] = {}
-        for name, p in self.trained.items():
-            by_decay.setdefault(spec.decay_of(name, p), []).append(p)
-        groups = [{"params": members, "weight_decay": decay} for decay, members in by_decay.items()]
-        fused = all(p.device.type in ("cpu", "cuda", "mps") for p in self.params.values())
-        self._torch = torch.optim.AdamW(groups, lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused)
+        self.state: dict[str, dict[str, Tensor]] = {}
         self._dense = all(_is_dense(p) for p in self.params.values())
 
     def collect(self) -> None:
@@ -130,15 +126,47 @@ class AdamWOptimizer:
                 if p.grad is not None:
                     self._update(name, p, lr, scale)
             return self.drop()
-        grads = [p.grad for p in self.trained.values() if p.grad is not None]
+        named = {name: p for name, p in self.trained.items() if p.grad is not None}
+        grads = [p.grad for p in named.values() if p.grad is not None]
         if scale != 1.0 and grads:
             torch._foreach_mul_(grads, scale)
-        for group in self._torch.param_groups:
-            group["lr"] = lr
-        self._torch.step()
+        by_decay: dict[float, list[str]] = {}
+        for name, p in named.items():
+            by_decay.setdefault(self.spec.decay_of(name, p), []).append(name)
+        for decay, names in by_decay.items():
+            self._fused(names, lr, decay)
         self.drop()
         for name, master in self.masters.items():
             self.params[name].copy_(master)
+
+    def _fused(self, names: list[str], lr: float, decay: float) -> None:
+        """PyTorch's fused step, as a function: its optimizer class imports the compiler, which takes seconds."""
+        spec, trained = self.spec, [self.trained[name] for name in names]
+        states = [self._state(name) for name in names]
+        adamw(
+            trained,
+            [p.grad for p in trained],  # type: ignore[misc]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=trained[0].device.type in ("cpu", "cuda", "mps"),
+            amsgrad=False,
+            beta1=spec.betas[0],
+            beta2=spec.betas[1],
+            lr=lr,
+            weight_decay=decay,
+            eps=spec.eps,
+            maximize=False,
+        )
+
+    def _state(self, name: str) -> dict[str, Tensor]:
+        """Update count and moments of a parameter, made at its first gradient."""
+        if name not in self.state:
+            p = self.trained[name]
+            count = torch.zeros((), dtype=torch.float32, device=p.device)
+            self.state[name] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return self.state[name]
 
     def _native(self) -> bool:
         """Whether the C++ kernel makes the updates: one pass over weight, gradient and moments."""
@@ -146,10 +174,7 @@ class AdamWOptimizer:
 
     def _update(self, name: str, p: Tensor, lr: float, scale: float) -> None:
         """The same arithmetic as PyTorch's fused step, with ``scale`` and a master's rounded copy in the same pass."""
-        spec, state = self.spec, self._torch.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        spec, state = self.spec, self._state(name)
         state["step"] += 1
         count, decay = float(state["step"]), spec.decay_of(name, p)
         assert p.grad is not None
@@ -174,15 +199,14 @@ class AdamWOptimizer:
 
     def drop(self) -> None:
         """Forget the collected gradients; moments and weights stay."""
-        self._torch.zero_grad(set_to_none=True)
-        for name in self.masters:
-            self.params[name].grad = None
+        for p in (*self.params.values(), *self.masters.values()):
+            p.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Moments, update counts and masters as ``<what>.<parameter>``."""
         found = {f"master.{name}": master.detach() for name, master in self.masters.items()}
-        for name, p in self.trained.items():
-            found |= {f"{what}.{name}": value for what, value in self._torch.state[p].items()}
+        for name in self.trained:
+            found |= {f"{what}.{name}": value for what, value in self.state.get(name, {}).items()}
         return found
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -195,7 +219,7 @@ class AdamWOptimizer:
             if f"step.{name}" not in left:
                 continue  # a parameter that never had a gradient
             moments = {what: _take(left, f"{what}.{name}", p).to(p.device) for what in ("exp_avg", "exp_avg_sq")}
-            self._torch.state[p] = {"step": left.pop(f"step.{name}").to(p.device), **moments}
+            self.state[name] = {"step": left.pop(f"step.{name}").to(p.device), **moments}
         if left:
             raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
 

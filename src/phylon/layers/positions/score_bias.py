@@ -52,7 +52,7 @@ class T5Bias(Mechanism, Shared, frozen=True, kw_only=True):
             raise UserError(f"direction must be 'both' or 'past', got '{self.direction}'")
         exact = self.n_buckets // (4 if self.direction == "both" else 2)
         if exact < 1 or self.max_distance <= exact:
-            raise UserError(f"{self.n_buckets} buckets do not fit a max_distance of {self.max_distance}")
+            raise UserError(f"n_buckets {self.n_buckets} does not fit max_distance {self.max_distance}")
 
 
 class AlibiModule(Part):

@@ -2,10 +2,10 @@
 //
 //     P = exp2(S - L)    dV += P^T dO    dP = dO V^T    dS = P (dP - D)    dK += dS^T Q    dQ += dS K
 //
-// Where there are enough (batch row, key head) pairs for the threads, each thread takes whole pairs: key blocks outside,
-// query tiles inside, dQ kept in the thread's memory. Otherwise two passes, one over key blocks for dK and dV and one over
-// query tiles for dQ, which costs 7 products instead of 5 but splits as finely as one likes. Every sum runs in the same
-// order either way, so that the number of threads moves no bit.
+// Where there are enough (batch row, key head) pairs for the threads, each thread takes whole pairs: key blocks
+// outside, query tiles inside, dQ kept in the thread's memory. Otherwise two passes, one over key blocks for dK and dV
+// and one over query tiles for dQ, which costs 7 products instead of 5 but splits as finely as one likes. Every sum
+// runs in the same order either way, so that the number of threads moves no bit.
 #pragma once
 
 #include "forward.h"
@@ -242,8 +242,7 @@ void backward(const Call& c) {
         }
         return;
     }
-    int64_t slots = 1, tiles = 2, blocks = (c.key_tiles_count() + tiles - 1) / tiles;
-    for (int64_t m = 0; m < (c.row_starts ? c.plan_batch * c.plan_heads : 1); ++m) slots = std::max(slots, maps[m].span);
+    int64_t slots = maps.span(), tiles = 2, blocks = (c.key_tiles_count() + tiles - 1) / tiles;
 #pragma omp parallel num_threads(c.threads)
     {
         {

@@ -1,5 +1,5 @@
-// Few queries over many keys, forward only: decoding. Here the keys are what costs, so each is read once, where it lies, for all
-// queries that share it; long texts are cut into parts for the threads, which are put together in order
+// Few queries over many keys, forward only: decoding. Here the keys are what costs, so each is read once, where it
+// lies, for all queries that share it; long texts are cut into parts for the threads, which are put together in order
 // (Flash-Decoding, Dao et al. 2023).
 #pragma once
 
@@ -108,7 +108,8 @@ class Few {
         } else {
             // Visible are the keys from t + S - T - most to t + S - T - least.
             int64_t at = t + c_.S - c_.T - first;
-            int64_t from = std::clamp<int64_t>(at - c_.most, 0, keys), to = std::clamp<int64_t>(at - c_.least + 1, from, keys);
+            int64_t from = std::clamp<int64_t>(at - c_.most, 0, keys);
+            int64_t to = std::clamp<int64_t>(at - c_.least + 1, from, keys);
             std::fill(s, s + from, -INF);
             std::fill(s + to, s + keys, -INF);
         }
@@ -195,8 +196,8 @@ void few(const Call& c) {
         }
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < units * rows; ++i) {
-            int64_t u = i / rows, r = i % rows, at = u * parts * rows + r;
-            unite<T>(c, u / c.K, u % c.K * (rows / c.T) + r / c.T, r % c.T, &most[at], &sum[at], &out[at * wide], parts, rows);
+            int64_t u = i / rows, r = i % rows, at = u * parts * rows + r, h = u % c.K * (rows / c.T) + r / c.T;
+            unite<T>(c, u / c.K, h, r % c.T, &most[at], &sum[at], &out[at * wide], parts, rows);
         }
     }
 }

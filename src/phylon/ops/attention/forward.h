@@ -1,13 +1,13 @@
-// The forward pass: for each query tile an online softmax over its kept key tiles. FlashAttention-2 (arXiv:2307.08691),
-// algorithm 1, with every tile transposed.
+// The forward pass: for each query tile an online softmax over its kept key tiles. FlashAttention-2
+// (arXiv:2307.08691), algorithm 1, with every tile transposed.
 #pragma once
 
 #include "scores.h"
 
 namespace {
 
-// One step of the online softmax: scores become exponentials under the new maximum, l their sum, factor what the old sums
-// are to be multiplied by.
+// One step of the online softmax: scores become exponentials under the new maximum, l their sum, factor what the old
+// sums are to be multiplied by.
 inline void soften(float* s, int64_t rows, int64_t N, float* m, float* l, float* factor) {
     for (int64_t n = 0; n < N; ++n) {
         float* column = s + n * W;
@@ -152,8 +152,7 @@ inline std::vector<Piece> pieces(const Call& c, const Maps& maps) {
 template <class T>
 void forward(const Call& c) {
     Maps maps(c);
-    int64_t slots = 1;
-    for (int64_t m = 0; m < (c.row_starts ? c.plan_batch * c.plan_heads : 1); ++m) slots = std::max(slots, maps[m].span);
+    int64_t slots = maps.span();
     std::vector<Piece> work = pieces(c, maps);
 #pragma omp parallel num_threads(c.threads)
     {

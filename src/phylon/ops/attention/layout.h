@@ -43,7 +43,8 @@ struct Call {
     int64_t plan_batch, plan_heads;
     const int32_t *row_starts, *key_tiles, *masks;
     const uint64_t* bits;  // (masks, 64) one word a query, one bit a key
-    // Of few queries only, in elements, the stride of the keys is 1: a mask of bytes, and the bias of every pair, or null.
+    // Of few queries only, in elements, the stride of the keys is 1: a mask of bytes, and the bias of every pair, or
+    // null.
     const uint8_t* dense_mask;
     int64_t mask_batch, mask_head, mask_query;
     const float* dense_bias;
@@ -101,6 +102,13 @@ class Maps {
         return (c_.plan_batch == 1 ? 0 : b) * c_.plan_heads + (c_.plan_heads == 1 ? 0 : h);
     }
     const Map& operator[](int64_t index) const { return maps_[index]; }
+
+    // The widest range of key tiles that any query tile of any map keeps.
+    int64_t span() const {
+        int64_t widest = 1;
+        for (const Map& map : maps_) widest = std::max(widest, map.span);
+        return widest;
+    }
 
     // One word for each key of the tile, one bit for each query; null where every pair is visible.
     const uint64_t* words(int64_t i, Kept tile, uint64_t* room) const {

@@ -211,7 +211,7 @@ def _setting(call: AttentionCall) -> tuple[Tensor | None, _Setting]:
     if call.bias is not None:
         first, last = 1 - call.q.shape[1], call.k.shape[1] - 1
         if call.query is not None or call.key is not None:
-            query, key = (side.positions.contiguous() for side in call.records())
+            query, key = (side.positions.to(torch.int64).contiguous() for side in call.records())
             first, last = int(query.min() - key.max()), int(query.max() - key.min())
         assert isinstance(call.bias, AlibiBias | BucketBias)
         bias = call.bias.by_distance(torch.arange(first, last + 1)).float().contiguous()

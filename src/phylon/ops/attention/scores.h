@@ -1,4 +1,5 @@
-// What happens to a tile of scores between the products: bias, cap, mask, dropout; and the packed keys that all of it reads.
+// What happens to a tile of scores between the products: bias, cap, mask, dropout; and the packed keys that all of it
+// reads.
 #pragma once
 
 #include "layout.h"
@@ -9,8 +10,8 @@ namespace {
 alignas(64) constexpr int32_t LANE_BITS[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                                1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
 
-// The keys and values of one (batch row, key head) as contiguous float tiles, packed when first asked for. A ring of `slots`
-// tiles: as many as one query tile can reach.
+// The keys and values of one (batch row, key head) as contiguous float tiles, packed when first asked for. A ring of
+// `slots` tiles: as many as one query tile can reach.
 template <class T>
 class Keys {
   public:
@@ -72,7 +73,8 @@ class Scores {
         head_state_ = mix(head_state_ ^ mix(uint32_t(h) + 2 * 0x9E3779B1u));
     }
 
-    // From products (keys, N vectors of queries) to scores in the units of the exponent, -infinity where nothing is seen.
+    // From products (keys, N vectors of queries) to scores in the units of the exponent, -infinity where nothing is
+    // seen.
     void finish(float* s, int64_t i, int64_t j, int64_t N, const uint64_t* words) const {
         int64_t keys = c_.keys_in(j);
         if (c_.bias) add_bias(s, i, j, N);

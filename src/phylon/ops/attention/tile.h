@@ -1,7 +1,8 @@
 // Vectors of the machine's own width, and the loops over tiles that everything else is made of.
 //
-// A tile of scores is kept transposed, keys in rows and the queries of the tile in the lanes of vectors: the softmax then
-// runs down the rows without a single shuffle, and each of the seven products reads its operands as they lie in memory.
+// A tile of scores is kept transposed, keys in rows and the queries of the tile in the lanes of vectors: the softmax
+// then runs down the rows without a single shuffle, and each of the seven products reads its operands as they lie in
+// memory.
 #pragma once
 
 #include <cmath>
@@ -157,8 +158,9 @@ __attribute__((noinline)) void columns(int64_t M, int64_t K, const float* a, int
     if (m < M) block<1, NR, START>(K, a + m * am, am, ak, b, bk, c + m * cm, cm, factor);
 }
 
-// C (M x N vectors) = A B, plus C (ADD), plus C * factor by lane (SCALE). A is read element by element, A[m * am + k * ak];
-// B and C have rows of vectors. The sum over k runs in order, whatever the blocking: splitting M, N or K moves no bit.
+// C (M x N vectors) = A B, plus C (ADD), plus C * factor by lane (SCALE). A is read element by element, A[m * am + k *
+// ak]; B and C have rows of vectors. The sum over k runs in order, whatever the blocking: splitting M, N or K moves no
+// bit.
 template <Start START>
 inline void product(int64_t M, int64_t N, int64_t K, const float* a, int64_t am, int64_t ak, const float* b, int64_t bk,
                     float* c, int64_t cm, const float* factor = nullptr) {
@@ -176,8 +178,8 @@ inline void product(int64_t M, int64_t N, int64_t K, const float* a, int64_t am,
 
 // ------------------------------------------------------------------------------------------------------- moving
 
-// `rows` rows of `width` elements, `stride` apart, to rows of `padded` floats; the rest of each row, and the rows that are not
-// wanted (bit r of `wanted`), become 0: what nobody may look at can hold anything, NaN included.
+// `rows` rows of `width` elements, `stride` apart, to rows of `padded` floats; the rest of each row, and the rows that
+// are not wanted (bit r of `wanted`), become 0: what nobody may look at can hold anything, NaN included.
 template <class T>
 inline void read_rows(const T* from, int64_t stride, int64_t rows, int64_t width, float* to, int64_t padded,
                       uint64_t wanted = ~0ull) {

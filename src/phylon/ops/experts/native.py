@@ -39,7 +39,7 @@ class Native:
             t is not None and t.dtype != torch.float32 for t in (w.up, w.down, w.gate)
         ):
             return "weights are narrower than x"
-        return rows.refusal(call.x, w.up, w.down, w.gate)
+        return rows.refusal(call.x, w.up, w.down, w.gate) or rows.forward_alone()
 
     def run(self, call: ExpertCall) -> Tensor:
         token, place, counts = call.sorted()

@@ -26,7 +26,7 @@ class Native:
         for parameter in (call.weight, call.bias):
             if parameter is not None and parameter.shape != call.x.shape[-1:]:
                 return "weight and bias must be of the width of x"
-        return rows.refusal(call.x, added, call.weight, call.bias)
+        return rows.refusal(call.x, added, call.weight, call.bias) or rows.forward_alone()
 
     def run(self, call: NormCall) -> tuple[Tensor, Tensor]:
         x, added = call.x.contiguous(), None if call.added is None else call.added.contiguous()

@@ -37,6 +37,13 @@ def refusal(*tensors: Tensor | None) -> str | None:
     return None
 
 
+def forward_alone() -> str | None:
+    """Why a pass without gradients is left to PyTorch: its bits then do not depend on how many tokens a call holds."""
+    if FEW and not torch.is_grad_enabled():
+        return "without gradients PyTorch's own serves calls of any size alike"
+    return None
+
+
 def wide(tensor: Tensor | None) -> Tensor | None:
     """A parameter as the kernels read it: dense fp32."""
     return None if tensor is None else tensor.detach().float().contiguous()

@@ -26,8 +26,12 @@ inline Vec all(float value) { return Vec{} + value; }
 
 // 2^z to 1.5e-7 relative; exactly 1 at 0; 0, infinite and NaN where they should be.
 inline Vec exp2(Vec z) {
-#if !defined(__AVX512F__)
-  const Vec low = all(-127.0f), high = all(128.0f);  // exponents that make 0 and infinity
+  // The bounds make 0 and infinity. Beyond them the remainder of a z that is itself a product would be no remainder.
+#if defined(__AVX512F__)
+  z = (Vec)_mm512_max_ps(_mm512_set1_ps(-160.0f), (__m512)z);  // of two operands it gives the second if one is NaN
+  z = (Vec)_mm512_min_ps(_mm512_set1_ps(160.0f), (__m512)z);
+#else
+  const Vec low = all(-127.0f), high = all(128.0f);
   z = low > z ? low : z;
   z = high < z ? high : z;
 #endif

@@ -103,6 +103,7 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
 
     def _example(self, tokenizer: Tokenizer, source: list[int], target: list[int], most: int) -> Arrays:
         end, start = tokenizer.eos_ids[0], tokenizer.pad_id
+        assert start is not None, "check_vocabulary has passed"
         read = np.array([*source[: most - 1], end], np.int64)
         said = np.array([*target[: self.target_len - 1], end], np.int64)
         return {

@@ -1,0 +1,111 @@
+"""The native attention kernel beside PyTorch's SDPA on the shapes of small training runs and of decoding.
+
+    python benchmarks/attention/native.py [train] [decode] [window]
+
+A line of JSON for each cell: medians of interleaved rounds, their ratio, useful GFLOP/s. SDPA has its own (B, H, T, E)
+layout for training, and on the state's (B, S, K, E) for decoding, as a model would call it. Whole figures, with memory
+and stored results: ``phylon bench attention``.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn import functional as F
+
+from phylon.ops import native as kernels
+from phylon.ops.attention import attention
+from phylon.patterns import Causal, Window
+
+TRAIN = [(16, 4, 256, 32), (8, 6, 256, 64), (2, 12, 512, 64), (1, 8, 4096, 64)]
+DECODE = [(1, 9, 3, 1, 512), (8, 9, 3, 1, 512), (1, 8, 8, 1, 1024), (1, 8, 8, 1, 4096), (1, 8, 8, 16, 512)]
+WINDOW, LENGTHS = 1024, (4096, 16384, 65536)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def clock(run: Callable[[], object], seconds: float) -> float:
+    """Seconds a call, over at least ``seconds``."""
+    start, n = time.perf_counter(), 0
+    while True:
+        run()
+        n += 1
+        if (spent := time.perf_counter() - start) >= seconds:
+            return spent / n
+
+
+def paired(ways: dict[str, Callable[[], object]], rounds: int = 7, seconds: float = 0.05) -> dict[str, float]:
+    """The median milliseconds of every way, in turns."""
+    for run in ways.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, run in ways.items():
+            times[name].append(clock(run, seconds))
+    return {name: 1e3 * statistics.median(found) for name, found in times.items()}
+
+
+def train(b: int, h: int, t: int, e: int, dtype: torch.dtype) -> dict[str, float]:
+    """Forward and backward, causal."""
+    ours = [torch.randn(b, t, h, e, dtype=dtype).requires_grad_() for _ in range(3)]
+    theirs = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in ours]
+    d_out = torch.randn(b, t, h, e, dtype=dtype)
+    d_theirs = d_out.transpose(1, 2).contiguous()
+    native = lambda: torch.autograd.grad(attention(*ours, pattern=Causal(), backend="native"), ours, d_out)
+    sdpa = lambda: torch.autograd.grad(F.scaled_dot_product_attention(*theirs, is_causal=True), theirs, d_theirs)
+    return paired({"native": native, "sdpa": sdpa})
+
+
+def decode(b: int, h: int, k: int, t: int, s: int, dtype: torch.dtype) -> dict[str, float]:
+    """The last ``t`` queries over ``s`` keys, forward."""
+    q, keys, values = (torch.randn(b, n, heads, 64, dtype=dtype) for n, heads in ((t, h), (s, k), (s, k)))
+    run = lambda backend: lambda: attention(q, keys, values, pattern=Causal(), backend=backend)
+    with torch.no_grad():
+        return paired({name: run(name) for name in ("native", "sdpa")})
+
+
+def window(n: int, dtype: torch.dtype) -> dict[str, float]:
+    """Forward and backward of a window, alone: milliseconds, and microseconds a kept tile of 64 x 64."""
+    q, k, v = (torch.randn(1, n, 8, 64, dtype=dtype).requires_grad_() for _ in range(3))
+    d_out = torch.randn(1, n, 8, 64, dtype=dtype)
+    both = lambda: torch.autograd.grad(
+        attention(q, k, v, pattern=Window(size=WINDOW), backend="native"), (q, k, v), d_out
+    )
+    found = paired({"native": both}, rounds=3, seconds=1.0)
+    side = WINDOW // 64
+    tiles = 8 * (n // 64 * (side + 1) - side * (side + 1) // 2)
+    return found | {"us_per_tile": 1e3 * found["native"] / tiles}
+
+
+def cells(wanted: list[str]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, dict[str, float]]]:
+    for dtype in DTYPES:
+        if "train" in wanted:
+            yield from (("train", cell, dtype, train(*cell, dtype)) for cell in TRAIN)
+        if "decode" in wanted:
+            yield from (("decode", cell, dtype, decode(*cell, dtype)) for cell in DECODE)
+        if "window" in wanted:
+            yield from (("window", (n,), dtype, window(n, dtype)) for n in LENGTHS)
+
+
+def main(wanted: list[str]) -> None:
+    kernels.wait()
+    for kind, cell, dtype, found in cells(wanted or ["train", "decode", "window"]):
+        line = {
+            "kind": kind,
+            "cell": cell,
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        line |= {name: round(value, 4) for name, value in found.items()}
+        if "sdpa" in found:
+            line["ratio"] = round(found["sdpa"] / found["native"], 2)
+        if kind == "train":
+            b, h, t, e = cell
+            line["gflops"] = round(3.5 * 2 * b * h * t * t * e / found["native"] / 1e6, 1)
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
