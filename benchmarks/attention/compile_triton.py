@@ -16,6 +16,9 @@ from triton.compiler import ASTSource
 from phylon.ops.attention import AlibiBias, AttentionCall, BucketBias
 from phylon.ops.attention import triton_kernels as kernels
 from phylon.ops.attention.triton import Triton
+from phylon.ops.scan import Breaks, ScanCall
+from phylon.ops.scan import triton_kernels as scan_kernels
+from phylon.ops.scan.triton import ScanTriton
 from phylon.patterns import Causal, Window
 
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
@@ -32,7 +35,7 @@ class Compiled:
         return self.launch
 
     def launch(self, **values: Any) -> None:
-        options = {name: values.pop(name) for name in ("num_warps", "num_stages")}
+        options = {name: values.pop(name) for name in ("num_warps", "num_stages") if name in values}
         names = self.kernel.arg_names
         assert set(names) == set(values), set(names) ^ set(values)
         constant = {p.name for p in self.kernel.params if p.is_constexpr}
@@ -60,6 +63,14 @@ def compiled(dtype: torch.dtype, width: int, value_width: int, **options: Any) -
     Triton().run(AttentionCall(q=q, k=k, v=v, **options)).sum().backward()
 
 
+def scanned() -> None:
+    """Both directions of a selective scan with documents."""
+    x, b, resets = torch.zeros(1, 100, 40), torch.zeros(1, 100, 16), torch.zeros(1, 100, dtype=torch.bool)
+    breaks = Breaks(resets=resets)
+    call = ScanCall(x=x.requires_grad_(), dt=x, A=torch.zeros(40, 16), B=b, C=b, D=x[0, 0], state=None, breaks=breaks)
+    ScanTriton().run(call)[0].sum().backward()
+
+
 def learned(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, requires_grad=True)
 
@@ -80,10 +91,15 @@ CASES: dict[str, Any] = {
         dropout=0.2,
         seed=2**32 - 5,
     ),
+    "scan": scanned,
 }
 
-for kernel in ("forward", "backward_queries", "backward_keys"):
-    setattr(kernels, kernel, Compiled(getattr(kernels, kernel)))
+for module, own in (
+    (kernels, ("forward", "backward_queries", "backward_keys")),
+    (scan_kernels, ("forward", "backward")),
+):
+    for kernel in own:
+        setattr(module, kernel, Compiled(getattr(module, kernel)))
 for case in sys.argv[1:] or CASES:
     print(case, flush=True)
     CASES[case]()

@@ -5,10 +5,7 @@ in fp32, in one order: no atomics, the same result every time. The kernels are i
 imported by the first call that runs. On CPUs only Triton's interpreter runs them, for tests.
 """
 
-import os
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +14,7 @@ from torch import Tensor
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.plan import TilePlan, tile_plan
+from phylon.ops.triton import interpreted, unavailable
 from phylon.patterns import Records
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,9 +33,7 @@ class Triton:
         self.block = block
 
     def available(self) -> str | None:
-        if not _has_triton():
-            return "Triton is not installed"
-        return None if torch.cuda.is_available() or interpreted() else "no GPU"
+        return unavailable()
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.tap is not None:
@@ -225,16 +221,6 @@ def _distances(call: AttentionCall) -> tuple[Tensor, Tensor, int, int]:
     name = ("distances", id(call.query), id(call.key), call.q.shape[1], call.k.shape[1])
     other = None if call.key is holder else call.key
     return holder.memo(name, lambda: (measure(*call.records()), other))[0]
-
-
-def interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU, step by step; it asks the environment when it is first imported."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def _block(call: AttentionCall) -> int:
