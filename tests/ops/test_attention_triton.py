@@ -106,13 +106,13 @@ CASES: dict[str, Any] = {
     "full": lambda: call(5, 40, pattern=Full()),
     "causal": lambda: call(45, 45, pattern=Causal()),
     "more queries than keys": lambda: call(45, 33, pattern=Causal()),
-    "window": lambda: call(70, 70, kv=2, pattern=Window(size=9)),
-    "heads apart": lambda: call(45, 45, pattern=BigBird(block=8, n_heads=2, n_random=1)),
+    "window": lambda: call(50, 50, kv=2, pattern=Window(size=9)),
+    "heads apart": lambda: call(33, 33, pattern=BigBird(block=8, n_heads=2, n_random=1)),
     "rows": lambda: call(33, 33, b=2, pattern=SymmetricWindow(radius=3)),
     "left padding": lambda: call(45, 45, pattern=Causal(), query=segments(45, "left"), key=segments(45, "left")),
     "bfloat16": lambda: call(24, 24, torch.bfloat16, pattern=Causal(), dropout=0.2),
     "float16": lambda: call(24, 24, torch.float16, pattern=Causal()),
-    "buckets": lambda: call(45, 45, pattern=Full(), bias=BucketBias(learned(8, 2), 20, True)),
+    "buckets": lambda: call(33, 33, pattern=Full(), bias=BucketBias(learned(8, 2), 20, True)),
     "all": lambda: call(
         45,
         45,
@@ -154,7 +154,7 @@ def test_inside_equals_the_reference(name: str) -> None:
         assert error <= tolerance, f"tensor {i} is off by {error:.1e}"
     if mask is not None:
         assert not ours[0].transpose(1, 2)[:, :, ~mask.any(-1)[0, 0]].any(), "a query that sees nothing gives zero"
-    if name == "all":
+    if name == "bfloat16":
         assert all(torch.equal(a, b) for a, b in zip(ours, both_ways(Triton(block=32), made), strict=True))
 
 
