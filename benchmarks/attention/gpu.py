@@ -59,7 +59,8 @@ def check() -> None:
                 call = AttentionCall(q=wide[0], k=wide[1], v=wide[2], **options)
                 for i, (a, c) in enumerate(zip(ours, both_ways(Reference().run, call, extra), strict=True)):
                     error = float((a.float() - c).norm() / c.norm().clamp(min=1e-6))
-                    if not error <= limit:
+                    # The gradient of a bias's parameter is a sum of both signs: most of it cancels.
+                    if not error <= (limit if i < 4 else 10 * limit):
                         raise SystemExit(f"{name}, {dtype}, width {width}: tensor {i} is off by {error:.1e}")
     print("right: every feature, dtype and width")
 

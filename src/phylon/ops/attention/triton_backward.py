@@ -240,8 +240,8 @@ def backward_keys(
             d_weights = dot(g_tile, tl.trans(v_tile))
             kept = weights
             if DROPOUT:
-                keep = keep_factors(seed, threshold, keep_factor, b, h, rows, cols)
-                d_weights *= keep
+                keep = keep_factors(seed, threshold, 1.0, b, h, rows, cols)
+                d_weights *= keep * keep_factor
                 kept = weights * keep
             dv_tile += dot(tl.trans(kept.to(g_tile.dtype)), g_tile)
             d_scores = weights * (d_weights - row_delta[:, None])
@@ -251,4 +251,4 @@ def backward_keys(
     own = dk + (b * n_keys * n_kv_heads + kv) * width
     store_rows(own, cols, n_kv_heads * width, here, width, dk_tile * scale, E)
     own = dv + (b * n_keys * n_kv_heads + kv) * value_width
-    store_rows(own, cols, n_kv_heads * value_width, here, value_width, dv_tile, EV)
+    store_rows(own, cols, n_kv_heads * value_width, here, value_width, dv_tile * keep_factor, EV)

@@ -110,7 +110,7 @@ def forward(
         shrink = tl.exp(top - shift)
         total = total * shrink + tl.sum(weights, 1)
         if DROPOUT:
-            weights *= keep_factors(seed, threshold, keep_factor, b, h, rows, cols)
+            weights *= keep_factors(seed, threshold, 1.0, b, h, rows, cols)
         v_tile = load_rows(v, cols, v_token, exists, value_width, EV)
         mixed = mixed * shrink[:, None] + dot(weights.to(v_tile.dtype), v_tile)
         top = new_top
@@ -126,7 +126,7 @@ def forward(
         total = tl.where(empty, 1.0, total)
     tl.store(lse + bh * n_queries + rows, top + tl.log(total), mask=here)
     own = out + (b * n_queries * n_heads + h) * value_width
-    store_rows(own, rows, n_heads * value_width, here, value_width, mixed / total[:, None], EV)
+    store_rows(own, rows, n_heads * value_width, here, value_width, mixed * (keep_factor / total)[:, None], EV)
 
 
 __all__ = ["backward_keys", "backward_queries", "forward"]

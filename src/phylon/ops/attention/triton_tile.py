@@ -36,7 +36,7 @@ def _count(state, index, dim: tl.constexpr):
 
 @triton.jit
 def keep_factors(seed, threshold, keep_factor, b, h, rows, cols):
-    """What dropout multiplies the weights of a tile with."""
+    """What dropout multiplies the weights of a tile with: 0, or ``keep_factor``."""
     state = _count(_count(seed.to(tl.uint32), b, 0), h, 1)
     state = _count(_count(state, rows, 2)[:, None], cols[None, :], 3)
     return tl.where(state >= threshold.to(tl.uint32), keep_factor, 0.0)
