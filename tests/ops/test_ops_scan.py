@@ -296,6 +296,7 @@ def test_explain_lists_every_backend() -> None:
     found = [(line.backend, line.chosen, line.reason) for line in lines]
     assert found == [
         ("native", False, "it takes float32 and bfloat16, not float64"),
+        ("triton", False, scan.dispatch.backends["triton"].available() or "it runs on GPUs, not on cpu"),
         ("chunked", True, None),
         ("reference", False, None),
     ]

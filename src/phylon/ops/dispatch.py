@@ -1,6 +1,6 @@
 """One dispatch for every op: backends say what they support and why not, and the first that supports a call runs it."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -35,10 +35,13 @@ class Reason:
 
 
 class Dispatch(Generic[C]):
-    """The backends of one op, in measured order, fastest first; the reference comes last and supports everything."""
+    """The backends of one op, in measured order, fastest first; the reference comes last and supports everything.
 
-    def __init__(self, op: str, backends: list[Backend[C]]) -> None:
-        self.op = op
+    ``first`` may name a backend that is asked before all others about this call, where one order does not fit all.
+    """
+
+    def __init__(self, op: str, backends: list[Backend[C]], first: Callable[[C], str | None] | None = None) -> None:
+        self.op, self.first = op, first
         self.backends = {backend.name: backend for backend in backends}
         self.forced: str | None = None
 
@@ -51,12 +54,12 @@ class Dispatch(Generic[C]):
             if reason:
                 raise UserError(f"{self.op} backend '{name}' cannot run this call: {reason}")
             return backend
-        return next(b for b in self.backends.values() if not (b.available() or b.supports(call)))
+        return next(b for b in self._ordered(call) if not (b.available() or b.supports(call)))
 
     def explain(self, call: C) -> list[Reason]:
         """Every backend with the reason why it would not run ``call``."""
         reasons = {name: b.available() or b.supports(call) for name, b in self.backends.items()}
-        chosen = self.forced or next(name for name, reason in reasons.items() if reason is None)
+        chosen = self.forced or next(b.name for b in self._ordered(call) if reasons[b.name] is None)
         return [Reason(name, name == chosen and reason is None, reason) for name, reason in reasons.items()]
 
     @contextmanager
@@ -68,6 +71,12 @@ class Dispatch(Generic[C]):
             yield
         finally:
             self.forced = before
+
+    def _ordered(self, call: C) -> Iterator[Backend[C]]:
+        first = None if self.first is None else self.first(call)
+        if first is not None:
+            yield self.backends[first]
+        yield from self.backends.values()
 
     def _named(self, name: str) -> Backend[C]:
         if name not in self.backends:

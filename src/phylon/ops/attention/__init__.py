@@ -11,11 +11,29 @@ from phylon.ops.attention.flex import Flex
 from phylon.ops.attention.native import Native
 from phylon.ops.attention.online import Online
 from phylon.ops.attention.reference import Reference
-from phylon.ops.attention.sdpa import Sdpa
+from phylon.ops.attention.sdpa import Sdpa, plain_flag
+from phylon.ops.attention.triton import Triton
 from phylon.ops.dispatch import Dispatch, Reason
 from phylon.patterns import Full, Pattern, Records
 
-dispatch: Dispatch[AttentionCall] = Dispatch("attention", [Native(), Sdpa(), Online(), Flex(), Reference()])
+_FEW = 16
+"""Queries below which a tile of ``triton`` would be mostly empty: a decoding step."""
+
+
+def _first(call: AttentionCall) -> str | None:
+    """On a GPU, ``triton`` wherever PyTorch's fused kernel would need a dense mask or cannot do the call.
+
+    Not measured yet, since no GPU was at hand: ``benchmarks/attention/gpu.py`` measures it.
+    """
+    if not call.q.is_cuda or call.q.shape[1] < _FEW:
+        return None
+    fused = plain_flag(call) is not None and dispatch.backends["sdpa"].supports(call) is None
+    return None if fused else "triton"
+
+
+dispatch: Dispatch[AttentionCall] = Dispatch(
+    "attention", [Native(), Sdpa(), Online(), Triton(), Flex(), Reference()], first=_first
+)
 
 
 def attention(

@@ -31,14 +31,14 @@ class Sdpa:
         if 0 in call.q.shape or 0 in call.k.shape:
             return "an empty dimension"
         limit = _LARGEST_MASK * (1 if call.q.device.type == "cpu" else 64)
-        if call.q.shape[1] * call.k.shape[1] > limit and _plain_flag(call) is None:
+        if call.q.shape[1] * call.k.shape[1] > limit and plain_flag(call) is None:
             return f"its mask of {call.q.shape[1]} x {call.k.shape[1]} would be dense"
         return None
 
     def run(self, call: AttentionCall) -> Tensor:
         q, k, v = call.q.transpose(1, 2), call.k.transpose(1, 2), call.v.transpose(1, 2)
         grouped = call.q.shape[2] != call.k.shape[2]
-        flag = _plain_flag(call)
+        flag = plain_flag(call)
         if flag is not None:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=flag, scale=call.factor, enable_gqa=grouped)
             return out.transpose(1, 2)
@@ -59,7 +59,7 @@ class Sdpa:
         return torch.where(seen, out, 0).transpose(1, 2)
 
 
-def _plain_flag(call: AttentionCall) -> bool | None:
+def plain_flag(call: AttentionCall) -> bool | None:
     """SDPA's ``is_causal`` where that says all there is to say, else ``None``: then it takes a mask."""
     if call.bias is not None or call.segmented or call.query is not None or call.key is not None:
         return None

@@ -14,8 +14,9 @@ from phylon.ops.scan.native import ConvNative, ScanNative
 from phylon.ops.scan.reference import ConvReference, ScanReference, SSDReference
 from phylon.ops.scan.ssd import SSDChunked
 from phylon.ops.scan.step import StepCall, StepComposed, StepNative
+from phylon.ops.scan.triton import ScanTriton
 
-dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanNative(), ScanChunked(), ScanReference()])
+dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanNative(), ScanTriton(), ScanChunked(), ScanReference()])
 ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDChunked(), SSDReference()])
 conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvNative(), ConvShifted(), ConvReference()])
 
