@@ -116,8 +116,8 @@ class Subject(ABC):
             return Cell(name=name, passed=True, error=error, bound=tight * self.scale)
         truth = self.truth()
         error = mean_error([(values, truth[i][span]) for i, span, values in got])
-        bound = 3 * mean_error([(self.alone[i][span], truth[i][span]) for i, span, _ in got])
-        how = "root mean square against a run in higher precision; the bound is three times that of the plain pass"
+        bound = 2 * mean_error([(self.alone[i][span], truth[i][span]) for i, span, _ in got])
+        how = "root mean square against a run in higher precision; the bound is twice that of the plain pass"
         return Cell(name=name, passed=error <= bound < math.inf, error=error, bound=bound, reason=how)
 
     def truth(self) -> list[Tensor]:
