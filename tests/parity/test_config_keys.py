@@ -47,6 +47,7 @@ ROPES = (
 DECLARED = {
     ("mpt", "attn_config.alibi_bias_max"): "its ALiBi ends at 2^-8 whatever the key says",
     ("switch", "expert_capacity"): "the reference drops tokens in evaluation, ours in training alone (the law)",
+    ("roberta", "pad_token_id"): "the reference counts positions by padding id, ours by segment (the law)",
     ("mpt", "max_seq_len"): "beyond it, its ALiBi has no values; ALiBi knows no longest text",
 }
 """Where the reference and the configuration, or the reference and the law, part."""
@@ -60,6 +61,10 @@ BLAMED = {
     "num_sparse_decoder_layers": ("sparse_step",),
     "attn_config.attn_pdrop": ("dropout",),
     "rope": ("partial_rotary_factor",),
+    "time_step_max": ("time_step_min",),
+    "time_step_limit": ("step sizes",),
+    "rope_parameters.rope_type": ("rope_parameters",),
+    "rope_scaling.rope_type": ("rope_parameters",),
 }
 """What a refusal names in the place of a key that no longer fits it."""
 # Rounding, spread by the sharp softmax of unscaled scores (T5), stays below this; another formula is far above.

@@ -52,6 +52,8 @@ class Flex:
         from torch.nn.attention.flex_attention import flex_attention
 
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        if not torch.is_grad_enabled():
+            q, k, v = q.detach(), k.detach(), v.detach()
         unseen = tile_plan(call, _BLOCK, _BLOCK).unseen
         if unseen is not None:
             k, v = (x.masked_fill(unseen[..., None], 0) for x in (k, v))
