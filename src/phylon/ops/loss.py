@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from phylon.ops.products import compute_dtype, operand, widened
+from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.scores import ScoresCall, dispatch
 from phylon.spec.errors import UserError
 
@@ -105,7 +105,8 @@ def linear_cross_entropy(
     hidden, targets = hidden.flatten(0, -2).to(dtype), targets.flatten().long()
     weights = None if weights is None else weights.flatten()
     options = _Options(softcap, label_smoothing, z_loss, torch.is_grad_enabled())
-    total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options)
+    with as_given(hidden):
+        total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options)
     return Loss(total, count)
 
 

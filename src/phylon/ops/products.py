@@ -1,5 +1,6 @@
 """Matrix products of the ops that write their own backward, and what a bf16 product is made of on this machine."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -33,6 +34,14 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
+
+
+def as_given(x: Tensor) -> AbstractContextManager[object]:
+    """Without autocast, which would round the factors of a product that are wide on purpose."""
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def operand(x: Tensor, dtype: torch.dtype) -> Tensor:

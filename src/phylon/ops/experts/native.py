@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phylon.ops.experts.call import ExpertCall
 from phylon.ops.linear.joined import kept
-from phylon.ops.products import operand
+from phylon.ops.products import as_given, operand
 from phylon.ops.rows import native as rows
 
 
@@ -49,7 +49,8 @@ class Native:
         where[place[:sent]] = torch.arange(sent)
         w = call.weights
         plan = _Plan(token[:sent].contiguous(), where.view(call.chosen.shape), sizes, call.activation)
-        return _Experts.apply(call.x.contiguous(), call.gates.contiguous(), w.up, w.down, w.gate, plan)
+        with as_given(call.x):
+            return _Experts.apply(call.x.contiguous(), call.gates.contiguous(), w.up, w.down, w.gate, plan)
 
 
 class _Plan:

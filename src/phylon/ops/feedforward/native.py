@@ -7,7 +7,7 @@ from torch import Tensor
 
 from phylon.ops.feedforward.call import FeedForwardCall
 from phylon.ops.linear.joined import affine, bias_gradient, kept, refusal
-from phylon.ops.products import compute_dtype, operand
+from phylon.ops.products import as_given, compute_dtype, operand
 from phylon.ops.rows import native as rows
 
 
@@ -29,7 +29,9 @@ class Native:
     def run(self, call: FeedForwardCall) -> Tensor:
         gate, gate_bias = (None, None) if call.gate is None else call.gate
         flat = call.x.reshape(-1, call.x.shape[-1])
-        made = _FeedForward.apply(flat, *call.up, *call.down, gate, gate_bias, call.activation, compute_dtype(call.x))
+        dtype = compute_dtype(call.x)
+        with as_given(flat):
+            made = _FeedForward.apply(flat, *call.up, *call.down, gate, gate_bias, call.activation, dtype)
         return made.view(*call.x.shape[:-1], made.shape[-1])
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.linear.call import LinearCall
-from phylon.ops.products import compute_dtype, operand, widened
+from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.rows import native as rows
 
 FEW_ROWS = 32
@@ -59,9 +59,9 @@ class Joined:
 
     def run(self, call: LinearCall) -> tuple[Tensor, ...]:
         dtype = compute_dtype(call.x)
-        made = _Linears.apply(
-            call.x.reshape(-1, call.x.shape[-1]), dtype, len(call.weights), *call.weights, *call.biases
-        )
+        flat = call.x.reshape(-1, call.x.shape[-1])
+        with as_given(flat):
+            made = _Linears.apply(flat, dtype, len(call.weights), *call.weights, *call.biases)
         return tuple(y.view(*call.x.shape[:-1], y.shape[-1]) for y in made)
 
 
