@@ -11,9 +11,9 @@ from torch import Tensor
 from phylon.model import Model
 from phylon.train.machine import Precision
 from phylon.train.objectives.base import Batch, Objective, divisor
-from phylon.train.optim import GradientNorm
 from phylon.train.parallel import Parallel
 from phylon.train.scaling import LossScale
+from phylon.train.updates import GradientNorm
 
 T = TypeVar("T")
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

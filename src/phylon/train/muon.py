@@ -8,7 +8,8 @@ from torch import Tensor
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
-from phylon.train.optim import AdamW, AdamWOptimizer, GradientNorm, NamedParameters, Optimizer
+from phylon.train.optim import AdamW, AdamWOptimizer, NamedParameters, Optimizer
+from phylon.train.updates import GradientNorm
 
 
 class Muon(Mechanism, Optimizer, frozen=True, kw_only=True):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from phylon.ops.rows import native as rows
 from phylon.spec.base import Mechanism, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
+from phylon.train.updates import Updates
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -65,58 +65,19 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
             raise UserError(f"clip must be above 0 (leave it out for no clipping), got {self.clip}")
 
 
-class GradientNorm(NamedTuple):
-    """The global norm, and the names of the tensors whose gradient is not finite (empty when all is well)."""
-
-    value: float
-    not_finite: tuple[str, ...]
-
-
-class AdamWOptimizer:
-    """Runs ``AdamW`` over the parameters that take gradients, each once.
-
-    A parameter below fp32 gets a master copy in fp32, which collects the gradients and takes the steps; the parameter
-    is the master rounded. Call ``collect`` after every backward pass, ``norm`` once, then ``step`` or ``drop``.
-    """
+class AdamWOptimizer(Updates):
+    """Runs ``AdamW`` over the parameters that take gradients, each once."""
 
     def __init__(self, spec: AdamW, parameters: NamedParameters) -> None:
+        super().__init__(parameters)
         self.spec = spec
-        self.params = {name: p for name, p in parameters if p.requires_grad}
-        if not self.params:
-            raise UserError("no parameter of the model takes a gradient; unfreeze some")
-        self.masters = {
-            name: p.detach().float().requires_grad_() for name, p in self.params.items() if p.element_size() < 4
-        }
-        self.trained: dict[str, Tensor] = {**self.params, **self.masters}
-        self.state: dict[str, dict[str, Tensor]] = {}
         self._dense = all(_is_dense(p) for p in self.params.values())
 
-    def collect(self) -> None:
-        """Add the gradients of low-precision parameters to their masters', in fp32."""
-        for name, master in self.masters.items():
-            grad = self.params[name].grad
-            if grad is None:
-                continue
-            master.grad = grad.float() if master.grad is None else master.grad.add_(grad)
-            self.params[name].grad = None
-
-    def norm(self, divisor: float) -> GradientNorm:
-        """The norm over all gradients divided by ``divisor`` (the number of targets they sum over)."""
-        named = [(name, p.grad) for name, p in self.trained.items() if p.grad is not None]
-        if not named:
-            return GradientNorm(0.0, ())
-        norms = self._norms([grad for _, grad in named])
-        value = float(torch.linalg.vector_norm(norms)) / divisor
-        if torch.isfinite(torch.tensor(value)):
-            return GradientNorm(value, ())
-        bad = tuple(name for (name, _), fine in zip(named, torch.isfinite(norms).tolist(), strict=True) if not fine)
-        return GradientNorm(value, bad or tuple(name for name, _ in named))
-
-    def _norms(self, grads: list[Tensor]) -> Tensor:
+    def norms(self, grads: list[Tensor]) -> Tensor:
         """The norm of every gradient, (n,)."""
         if self._native() and all(_is_dense(grad) for grad in grads):
             return torch.tensor([rows.square_sum(grad) for grad in grads], dtype=torch.float64).sqrt()
-        return torch.stack(torch._foreach_norm(grads))
+        return super().norms(grads)
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
@@ -126,18 +87,16 @@ class AdamWOptimizer:
                 if p.grad is not None:
                     self._update(name, p, lr, scale)
             return self.drop()
-        named = {name: p for name, p in self.trained.items() if p.grad is not None}
-        grads = [p.grad for p in named.values() if p.grad is not None]
-        if scale != 1.0 and grads:
-            torch._foreach_mul_(grads, scale)
+        super().step(lr, scale)
+
+    def update(self, lr: float) -> None:
+        """PyTorch's arithmetic, by groups of one decay."""
         by_decay: dict[float, list[str]] = {}
-        for name, p in named.items():
-            by_decay.setdefault(self.spec.decay_of(name, p), []).append(name)
+        for name, p in self.trained.items():
+            if p.grad is not None:
+                by_decay.setdefault(self.spec.decay_of(name, p), []).append(name)
         for decay, names in by_decay.items():
             self._fused(names, lr, decay)
-        self.drop()
-        for name, master in self.masters.items():
-            self.params[name].copy_(master)
 
     def _fused(self, names: list[str], lr: float, decay: float) -> None:
         """PyTorch's fused step, as a function: its optimizer class imports the compiler, which takes seconds."""
@@ -197,31 +156,9 @@ class AdamWOptimizer:
         if name in self.masters and copy is None:
             param.copy_(p)
 
-    def drop(self) -> None:
-        """Forget the collected gradients; moments and weights stay."""
-        for p in (*self.params.values(), *self.masters.values()):
-            p.grad = None
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Moments, update counts and masters as ``<what>.<parameter>``."""
-        found = {f"master.{name}": master.detach() for name, master in self.masters.items()}
-        for name in self.trained:
-            found |= {f"{what}.{name}": value for what, value in self.state.get(name, {}).items()}
-        return found
-
-    def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The reverse of ``state_tensors``; an entry too many or of the wrong shape is refused."""
-        left = dict(tensors)
-        with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(_take(left, f"master.{name}", master))
-        for name, p in self.trained.items():
-            if f"step.{name}" not in left:
-                continue  # a parameter that never had a gradient
-            moments = {what: _take(left, f"{what}.{name}", p).to(p.device) for what in ("exp_avg", "exp_avg_sq")}
-            self.state[name] = {"step": left.pop(f"step.{name}").to(p.device), **moments}
-        if left:
-            raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+    def state_shapes(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        shape = tuple(parameter.shape)
+        return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -229,14 +166,6 @@ def _is_dense(tensor: Tensor) -> bool:
     plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
     held = tensor.dtype in (torch.float32, torch.bfloat16)
     return plain and held and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _take(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
-    value = tensors.pop(name, None)
-    if value is None or value.shape != like.shape:
-        found = "is missing" if value is None else f"has the shape {tuple(value.shape)}, not {tuple(like.shape)}"
-        raise UserError(f"the optimizer state does not fit this model: '{name}' {found}")
-    return value.clone()
 
 
 register(AdamW, module=AdamWOptimizer, paper="arXiv:1711.05101 alg. 2", cases=lambda: [AdamW(), AdamW(clip=1.0)])

@@ -1,19 +1,27 @@
-"""What optimizers of their own arithmetic share: fp32 masters, collected gradients, their norm, a named state."""
+"""What all optimizers share: fp32 masters, collected gradients, their norm, a named state."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from phylon.spec.errors import UserError
-from phylon.train.optim import GradientNorm
+
+
+class GradientNorm(NamedTuple):
+    """The global norm, and the names of the tensors whose gradient is not finite (empty when all is well)."""
+
+    value: float
+    not_finite: tuple[str, ...]
 
 
 class Updates:
-    """The interface of ``AdamWOptimizer`` around ``update(lr)``, which a subclass defines.
+    """What the trainer asks of an optimizer, around ``update(lr)``, which a subclass defines.
 
     A parameter below fp32 gets a master copy in fp32, which collects the gradients and takes the steps; the parameter
-    is the master rounded. ``state`` maps a parameter's name to its named tensors.
+    is the master rounded. Call ``collect`` after every backward pass, ``norm`` once, then ``step`` or ``drop``.
+    ``state`` maps a parameter's name to its named tensors.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -43,12 +51,16 @@ class Updates:
         named = [(name, p.grad) for name, p in self.trained.items() if p.grad is not None]
         if not named:
             return GradientNorm(0.0, ())
-        norms = torch.stack(torch._foreach_norm([grad for _, grad in named]))
+        norms = self.norms([grad for _, grad in named])
         value = float(torch.linalg.vector_norm(norms)) / divisor
         if torch.isfinite(torch.tensor(value)):
             return GradientNorm(value, ())
         bad = tuple(name for (name, _), fine in zip(named, torch.isfinite(norms).tolist(), strict=True) if not fine)
         return GradientNorm(value, bad or tuple(name for name, _ in named))
+
+    def norms(self, grads: list[Tensor]) -> Tensor:
+        """The norm of every gradient, (n,)."""
+        return torch.stack(torch._foreach_norm(grads))
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
