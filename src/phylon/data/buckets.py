@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phylon.data.documents import digest
-from phylon.data.loader import Batch, Example, Loader, epoch_permutation
+from phylon.data.loader import Batch, Example, Loader, Position, epoch_permutation
 from phylon.data.packing import IGNORE
 from phylon.spec.errors import UserError
 
@@ -66,7 +66,7 @@ class TokenBatches:
         return self._memo[1][self._starts[which] : self._starts[which + 1]]
 
 
-class BucketLoader:
+class BucketLoader(Position):
     """Training batches by token count over ``examples``, each a mapping of arrays ``(T,)`` by name.
 
     A batch is what ``padded`` makes of its examples.
@@ -92,22 +92,6 @@ class BucketLoader:
     def batch(self, step: int) -> Batch:
         """Batch ``step``, which depends on the examples, ``max_tokens``, the seed and the step alone."""
         return padded([self.examples[int(row)] for row in self.order.rows(step)])
-
-    def state_dict(self) -> dict[str, Any]:
-        """The next step (with its epoch and number in it, for the reader) and what the order depends on."""
-        epoch, index = self.order.place(self.step)
-        return {"step": self.step, "epoch": epoch, "index": index, **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; another seed, batch size or data is refused with every difference named."""
-        changed = [
-            f"{name} was {state.get(name)!r} and is now {value!r}"
-            for name, value in self._identity.items()
-            if state.get(name) != value
-        ]
-        if changed:
-            raise UserError(f"the data position cannot be resumed: {'; '.join(changed)}")
-        self.step = int(state["step"])
 
 
 class PaddedLoader(Loader):

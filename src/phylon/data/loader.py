@@ -89,7 +89,31 @@ class BatchOrder:
         return divmod(step * self.batch_size, self.n_rows)
 
 
-class Loader:
+class Position:
+    """The next step of an order, saved and put back; ``order.place(step)`` says for the reader where that is."""
+
+    order: Any
+    step: int
+    _identity: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next step (with its epoch and index, for the reader) and what the order depends on, as plain JSON."""
+        epoch, index = self.order.place(self.step)
+        return {"step": self.step, "epoch": epoch, "index": index, **self._identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position; another seed, batch size or data is refused with every difference named."""
+        changed = [
+            f"{name} was {state.get(name)!r} and is now {value!r}"
+            for name, value in self._identity.items()
+            if state.get(name) != value
+        ]
+        if changed:
+            raise UserError(f"the data position cannot be resumed: {'; '.join(changed)}")
+        self.step = int(state["step"])
+
+
+class Loader(Position):
     """An endless iterator of training batches over examples (rows), and the same batches by number.
 
     A batch holds the examples' arrays stacked, ``(B, …)`` on the CPU: rows of tokens give ``{"tokens", "segments",
@@ -140,22 +164,6 @@ class Loader:
         batch = self.batch(self.step)
         self.step += 1
         return batch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The next step (with its epoch and index, for the reader) and what the order depends on, as plain JSON."""
-        epoch, index = self.order.place(self.step)
-        return {"step": self.step, "epoch": epoch, "index": index, **self._identity}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position; another seed, batch size or data is refused with every difference named."""
-        changed = [
-            f"{name} was {state.get(name)!r} and is now {value!r}"
-            for name, value in self._identity.items()
-            if state.get(name) != value
-        ]
-        if changed:
-            raise UserError(f"the data position cannot be resumed: {'; '.join(changed)}")
-        self.step = int(state["step"])
 
 
 def evaluation_batches(rows: Examples, batch_size: int, fill: Example | None = None) -> Iterator[Batch]:
