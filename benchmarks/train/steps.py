@@ -5,6 +5,7 @@ are the steps of ``phylon train`` (with its gradient norm); the peers take PyTor
 """
 
 import ctypes
+import gc
 import platform
 import sys
 from collections.abc import Callable
@@ -71,6 +72,8 @@ def our_step(model, optimizer, objective, data: tuple[Tensor, Tensor], bf16: boo
         return float(total.detach()) / count
 
     step.parameters = sum(p.numel() for p in model.parameters())  # type: ignore[attr-defined]
+    gc.collect()
+    gc.freeze()  # as ``phylon train`` does
     return step
 
 

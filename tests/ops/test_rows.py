@@ -227,8 +227,8 @@ def test_the_number_of_threads_does_not_matter() -> None:
         made = torch.randn(70, 50, generator=torch.Generator().manual_seed(0))
         losses = rows.scores_loss(made, None, torch.arange(70) % 50, None, None, 0.1, 0.1, True)
         x, g = drawn(70, 36), drawn(70, 36, seed=1)
-        total, y, mean, rstd = rows.norm_forward(x, g, g[0], None, 1e-5, False)
-        _, grad_w, _ = rows.norm_backward(g, None, total, g[0], mean, rstd, False, False)
+        total, y, statistics = rows.norm_forward(x, g, g[0], None, 1e-5, False)
+        _, grad_w, _ = rows.norm_backward(g, None, total, g[0], statistics, False, False)
         act = rows.ActivationGradients("gelu", g.clone(), x, g[1], None, None, again=True)
         assert grad_w is not None
         assert act.bias is not None

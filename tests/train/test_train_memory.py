@@ -1,10 +1,11 @@
-"""Freed memory is kept on Linux, and nothing happens elsewhere."""
+"""Freed memory is kept on Linux, and nothing happens elsewhere; old objects are left alone for a while."""
 
+import gc
 import sys
 
 import pytest
 
-from phylon.train.memory import keep_freed_memory
+from phylon.train.memory import keep_freed_memory, settled_objects
 
 
 def test_told_on_linux() -> None:
@@ -14,3 +15,11 @@ def test_told_on_linux() -> None:
 def test_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert not keep_freed_memory()
+
+
+def test_old_objects_are_left_alone_and_taken_back() -> None:
+    before = gc.get_freeze_count()
+    with pytest.raises(KeyError), settled_objects():
+        assert gc.get_freeze_count() > before
+        raise KeyError
+    assert gc.get_freeze_count() == 0

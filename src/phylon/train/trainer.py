@@ -18,6 +18,7 @@ from phylon.train.checkpoint import (
 )
 from phylon.train.final import better, kept_weights
 from phylon.train.gradients import Found, evaluating
+from phylon.train.memory import settled_objects
 from phylon.train.metrics import Record
 from phylon.train.objectives.base import Batch
 from phylon.train.rng import random_state_kept
@@ -54,7 +55,7 @@ class Trainer(Session):
         for callback in self.callbacks:
             callback.started(state)
         try:
-            with stop_on_signals() as stop:
+            with settled_objects(), stop_on_signals() as stop:
                 self._loop(stop)
         except RuntimeError as error:
             if self.world.size == 1 or not lost_peer(error):

@@ -20,8 +20,8 @@ from phylon.ops.random import keep_mask
 _BLOCKS = ((512, 1024), (512, 512), (256, 512), (128, 256), (128, 128), (64, 64))
 _SMALL = 2**16
 """Scores of a head that are one tile."""
-_COPIES = 24 * 2**20
-"""Bytes that a step's keys and values in fp32, and their gradients, may take."""
+_COPIES = 36 * 2**20
+"""Bytes that a step's keys and values in fp32, where they are not so already, and their gradients may take."""
 _STEP = 40_000
 """What a step costs besides its scores, in scores: some ten operations of a few microseconds each."""
 
@@ -77,8 +77,8 @@ class Online:
 def _at_once(call: AttentionCall, block: tuple[int, int], scores: int) -> int:
     """How many key heads share a step: their scores fit the cache, and the copies of their keys the memory."""
     t, s = min(block[0], call.q.shape[1]), min(block[1], call.k.shape[1])
-    size = torch.promote_types(call.q.dtype, torch.float32).itemsize
-    copies = 2 * size * call.k.shape[1] * (call.k.shape[3] + call.v.shape[3])
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    copies = wide.itemsize * call.k.shape[1] * (call.k.shape[3] + call.v.shape[3]) * (1 + (call.k.dtype != wide))
     return max(1, min(scores * call.k.shape[2] // (call.q.shape[2] * t * s), _COPIES // copies))
 
 
@@ -101,9 +101,9 @@ class _Unit:
         return slice(first, first + self.group.stop - self.group.start)
 
     def keys(self, x: Tensor) -> Tensor:
-        """(B, S, K, E) -> this unit's (N, S, E), a copy in at least fp32."""
+        """(B, S, K, E) -> this unit's (N, S, E) in at least fp32, a view where that can be."""
         own = x[self.rows, :, self.kv].transpose(1, 2).flatten(0, 1)
-        return own.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+        return own.to(torch.promote_types(x.dtype, torch.float32))
 
     def queries(self, x: Tensor, part: slice) -> Tensor:
         """(B, T, H, E) -> this unit's (N, G t, E): the query heads of a key head are rows of one product."""
@@ -126,8 +126,9 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Where a kept tile lies, and what of it is hidden (queries, keys) unless it is full."""
+    """A kept tile: its number among the tiles of keys, its keys, and which pairs are hidden unless it is full."""
 
+    number: int
     keys: slice
     hidden: Tensor | None
 
@@ -140,7 +141,8 @@ class _Work:
         self.n_groups = call.q.shape[2] // call.k.shape[2]
         self.wide = torch.promote_types(call.q.dtype, torch.float32)
         self.bias = None if call.bias is None else TileBias(call)
-        self.buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._views: dict[tuple[str, int, int, int], Tensor] = {}
         self._masks: dict[int, Tensor] = {}
 
     def units(self) -> Iterator[_Unit]:
@@ -171,7 +173,7 @@ class _Work:
             for place in range(starts[first + i], starts[first + i + 1]):
                 j = key_tiles[place]
                 keys = slice(j * plan.block_k, min((j + 1) * plan.block_k, plan.n_keys))
-                tiles.append(_Tile(keys, self._mask(masks[place], queries, keys)))
+                tiles.append(_Tile(j, keys, self._mask(masks[place], queries, keys)))
             yield queries, tiles
 
     def _mask(self, index: int, queries: slice, keys: slice) -> Tensor | None:
@@ -185,22 +187,30 @@ class _Work:
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b`` in a buffer that is used again: fresh memory costs more than the product."""
-        shape = (*a.shape[:2], b.shape[2])
-        size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = a.new_empty(size)
-        return torch.bmm(a, b, out=self.buffers[name][:size].view(shape))
+        key = (name, a.shape[0], a.shape[1], b.shape[2])
+        out = self._views.get(key)
+        if out is None:
+            size = math.prod(key[1:])
+            if name not in self._buffers or self._buffers[name].numel() < size:
+                self._buffers[name] = a.new_empty(size)
+                self._views = {old: view for old, view in self._views.items() if old[0] != name}
+            out = self._views[key] = self._buffers[name][:size].view(key[1:])
+        return torch.bmm(a, b, out=out)
 
-    def seen(self, unit: _Unit, x: Tensor) -> Tensor:
-        """Keys or values (N, S, E) of a unit; what nobody sees may hold anything, NaN included, and is zero instead."""
-        unseen = self.plan.unseen
-        if unseen is None:
-            return x
-        own = unseen[
-            unit.rows if self.plan.batch > 1 else slice(0, 1), unit.heads if self.plan.heads > 1 else slice(0, 1)
-        ]
-        x.unflatten(0, (unit.rows.stop - unit.rows.start, -1)).masked_fill_(own[..., None], 0)
-        return x
+    def seen(self, unit: _Unit, x: Tensor) -> tuple[Tensor, ...]:
+        """The tiles of a unit's keys or values, (N, keys, E); what nobody sees, NaN included, is zero instead."""
+        own, unseen = unit.keys(x), self.plan.unseen
+        if unseen is not None:
+            heads = unit.heads if self.plan.heads > 1 else slice(0, 1)
+            hidden = unseen[unit.rows if self.plan.batch > 1 else slice(0, 1), heads, :, None]
+            own = own.unflatten(0, (unit.rows.stop - unit.rows.start, -1)).masked_fill(hidden, 0).flatten(0, 1)
+        return own.split(self.plan.block_k, dim=1)
+
+    def zeros(self, tiles: tuple[Tensor, ...]) -> list[Tensor]:
+        """For each of ``tiles`` its gradient, each of them dense: batched products into strided memory are not."""
+        flat = torch.zeros(sum(x.numel() for x in tiles), dtype=self.wide, device=self.call.q.device)
+        parts = flat.split([x.numel() for x in tiles])
+        return [part.view(x.shape) for part, x in zip(parts, tiles, strict=True)]
 
     def adjust(self, unit: _Unit, queries: slice, tile: _Tile, scores: Tensor) -> Tensor | None:
         """Bias, cap and mask in place; the slope of the cap, if there is one."""
@@ -233,15 +243,16 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
     lse = torch.zeros(*call.q.shape[:3], 1, dtype=work.wide, device=call.q.device)
     for unit in work.units():
-        k_NSE, v_NSE = work.seen(unit, unit.keys(call.k)), work.seen(unit, unit.keys(call.v))
+        k_NME, v_NME = work.seen(unit, call.k), work.seen(unit, call.v)
+        k_NEM = [x.mT for x in k_NME]
         for queries, tiles in work.rows(unit):
             if not tiles:
                 continue
             q_NRE = unit.queries(call.q, queries) * call.factor
             top = q_NRE.new_full((*q_NRE.shape[:2], 1), -math.inf)
-            total, mixed = torch.zeros_like(top), q_NRE.new_zeros(*q_NRE.shape[:2], v_NSE.shape[2])
+            total, mixed = torch.zeros_like(top), q_NRE.new_zeros(*q_NRE.shape[:2], call.v.shape[3])
             for tile in tiles:
-                scores = work.product("scores", q_NRE, k_NSE[:, tile.keys].mT)
+                scores = work.product("scores", q_NRE, k_NEM[tile.number])
                 work.adjust(unit, queries, tile, scores)
                 new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
                 shift = new_top if tile.hidden is None else new_top.masked_fill(new_top == -math.inf, 0)
@@ -250,7 +261,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
                 keep = work.keep(unit, queries, tile)
                 if keep is not None:
                     weights.mul_(keep)
-                mixed.mul_(shrink).baddbmm_(weights, v_NSE[:, tile.keys])
+                mixed.mul_(shrink).baddbmm_(weights, v_NME[tile.number])
                 top = new_top
             _finish(unit, queries, call.sink, top, total, mixed, out, lse)
     return out, lse
@@ -319,12 +330,10 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
     call = work.call
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
     d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
-    plain = call.bias is None and call.softcap is None
     for unit in work.units():
-        # A one beside keys and values, -lse beside queries and -delta beside gradients: the products subtract as well.
-        k_NSE, v_NSE = (_beside(work.seen(unit, unit.keys(x)), 1.0) for x in (call.k, call.v))
-        e, ev = call.k.shape[3], call.v.shape[3]
-        dk_NSE, dv_NSE = k_NSE.new_zeros(*k_NSE.shape[:2], e), v_NSE.new_zeros(*v_NSE.shape[:2], ev)
+        k_NME, v_NME = work.seen(unit, call.k), work.seen(unit, call.v)
+        k_NEM, v_NEM = [x.mT for x in k_NME], [x.mT for x in v_NME]
+        dk_NME, dv_NME = work.zeros(k_NME), work.zeros(v_NME)
         for queries, tiles in work.rows(unit):
             if not tiles:
                 continue
@@ -332,44 +341,39 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
             delta = (g_NRE * unit.queries(out, queries)).sum(-1, keepdim=True)
             if d_sink is not None:
                 d_sink[unit.heads] -= _sink_share(unit, queries, call.sink, row_lse, delta)
-            q_NRE = _beside(unit.queries(call.q, queries) * call.factor, -row_lse if plain else 0.0)
-            g_NRE = _beside(g_NRE, -delta if call.dropout == 0 else 0.0)
-            dq_NRE = q_NRE.new_zeros(*q_NRE.shape[:2], e)
+            q_NRE = unit.queries(call.q, queries) * call.factor
+            dq_NRE = torch.zeros_like(q_NRE)
             for tile in tiles:
-                k_NME, v_NME = k_NSE[:, tile.keys], v_NSE[:, tile.keys]
-                scores = work.product("scores", q_NRE, k_NME.mT)
+                j = tile.number
+                scores = work.product("scores", q_NRE, k_NEM[j])
                 slope = work.adjust(unit, queries, tile, scores)
-                weights = (scores if plain else scores.sub_(row_lse)).exp_()
-                d_scores = work.product("d_scores", g_NRE, v_NME.mT)
+                weights = scores.sub_(row_lse).exp_()
+                d_scores = work.product("d_scores", g_NRE, v_NEM[j])
                 keep = work.keep(unit, queries, tile)
                 if keep is not None:
-                    d_scores.mul_(keep).sub_(delta)
-                d_scores.mul_(weights)
-                dv_NSE[:, tile.keys].baddbmm_((weights if keep is None else weights.mul_(keep)).mT, g_NRE[..., :ev])
+                    d_scores.mul_(keep)
+                d_scores.sub_(delta).mul_(weights)
+                dv_NME[j].baddbmm_((weights if keep is None else weights.mul_(keep)).mT, g_NRE)
                 if slope is not None:
                     d_scores.mul_(slope)
                 if work.bias is not None:
                     by_head = unit.by_head(d_scores, queries.stop - queries.start)
                     work.bias.add_grad(unit.rows, unit.heads, queries, tile.keys, by_head)
-                dq_NRE.baddbmm_(d_scores, k_NME[..., :e])
-                dk_NSE[:, tile.keys].baddbmm_(d_scores.mT, q_NRE[..., :e])
+                dq_NRE.baddbmm_(d_scores, k_NME[j])
+                dk_NME[j].baddbmm_(d_scores.mT, q_NRE)
             unit.put(dq, queries, dq_NRE.mul_(call.factor))
-        _put_keys(unit, dk, dk_NSE)
-        _put_keys(unit, dv, dv_NSE)
+        _put_keys(unit, dk, dk_NME)
+        _put_keys(unit, dv, dv_NME)
     return dq, dk, dv, None if d_sink is None or call.sink is None else d_sink.to(call.sink.dtype)
 
 
-def _beside(x: Tensor, column: Tensor | float) -> Tensor:
-    """``x`` (N, n, E) with one more column."""
-    wide = x.new_empty(*x.shape[:2], x.shape[2] + 1)
-    wide[..., :-1], wide[..., -1:] = x, column
-    return wide
-
-
-def _put_keys(unit: _Unit, into: Tensor, value: Tensor) -> None:
-    """The inverse of ``_Unit.keys``: write (N, S, E) into (B, S, K, E)."""
-    rows = unit.rows.stop - unit.rows.start
-    into[unit.rows, :, unit.kv] += value.unflatten(0, (rows, -1)).transpose(1, 2)
+def _put_keys(unit: _Unit, into: Tensor, tiles: list[Tensor]) -> None:
+    """Add the tiles (N, keys, E) of a unit to ``into`` (B, S, K, E)."""
+    rows, first = unit.rows.stop - unit.rows.start, 0
+    for tile in tiles:
+        last = first + tile.shape[1]
+        into[unit.rows, first:last, unit.kv] += tile.unflatten(0, (rows, -1)).transpose(1, 2)
+        first = last
 
 
 def _sink_share(unit: _Unit, queries: slice, sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:

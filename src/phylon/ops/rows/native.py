@@ -17,11 +17,11 @@ _HELD = (torch.float32, torch.bfloat16)
 _P, _L, _F, _I = c_void_p, c_long, c_float, c_int
 
 
-def refusal(*tensors: Tensor | None) -> str | None:
-    """Why the kernels cannot take these tensors: the first is the large one."""
+def refusal(*tensors: Tensor | None, least: int | None = None) -> str | None:
+    """Why the kernels cannot take these tensors: the first is the large one, of ``least`` (``FEW``) elements."""
     x = tensors[0]
     assert x is not None
-    if x.numel() < FEW:
+    if x.numel() < (FEW if least is None else least):
         return "too few elements to gain anything"
     if x.device.type != "cpu":
         return f"it runs on the CPU, not on {x.device.type}"
@@ -51,17 +51,17 @@ def wide(tensor: Tensor | None) -> Tensor | None:
 
 def norm_forward(
     x: Tensor, h: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``x + h`` (``x`` itself without ``h``), its norm, and the rows' means and inverse deviations."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``x + h`` (``x`` itself without ``h``), its norm, and (2, rows) the rows' means and inverse deviations."""
     d = x.shape[-1]
     total = x if h is None else torch.empty_like(x)
     y, statistics = torch.empty_like(x), torch.empty(2, x.numel() // d)
     types = _low(x) + 2 * (0 if h is None else _low(h)) + 4 * _low(y)
     LIBRARY.rows_norm(
         types, x.data_ptr(), pointer(h), pointer(weight), pointer(bias), total.data_ptr(), y.data_ptr(),
-        statistics[0].data_ptr(), statistics[1].data_ptr(), x.numel() // d, d, eps, centred,
+        statistics.data_ptr(), statistics.data_ptr() + 4 * (x.numel() // d), x.numel() // d, d, eps, centred,
     )  # fmt: skip
-    return total, y, statistics[0], statistics[1]
+    return total, y, statistics
 
 
 def norm_backward(
@@ -69,8 +69,7 @@ def norm_backward(
     grad_total: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    statistics: Tensor,
     centred: bool,
     with_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -81,7 +80,7 @@ def norm_backward(
     grad_b = torch.empty(d) if with_bias else None
     LIBRARY.rows_norm_backward(
         _low(x) + 4 * _low(grad_y), grad_y.data_ptr(), pointer(grad_total), x.data_ptr(), pointer(weight),
-        mean.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w), pointer(grad_b),
+        statistics.data_ptr(), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w), pointer(grad_b),
         x.numel() // d, d, centred,
     )  # fmt: skip
     return grad_x, grad_w, grad_b
@@ -227,9 +226,9 @@ def _check() -> str | None:
         x, g, w, b = (torch.randn(*shape, generator=made) for shape in ((rows, d), (rows, d), (d,), (d,)))
         leaf = x.clone().requires_grad_()
         for centred, normed in ((True, F.layer_norm(leaf, (d,), w, b)), (False, F.rms_norm(leaf, (d,), w, 1e-5))):
-            _, y, mean, rstd = norm_forward(x, None, w, b if centred else None, 1e-5, centred)
+            _, y, statistics = norm_forward(x, None, w, b if centred else None, 1e-5, centred)
             (expected,) = torch.autograd.grad(normed, leaf, g)
-            found, _, _ = norm_backward(g, None, x, w, mean, rstd, centred, centred)
+            found, _, _ = norm_backward(g, None, x, w, statistics, centred, centred)
             if not (torch.allclose(y, normed, atol=1e-5) and torch.allclose(found, expected, atol=1e-4)):
                 return f"norm of {d}"
         pairs = {"gelu": F.gelu(leaf), "gelu_tanh": F.gelu(leaf, approximate="tanh"), "silu": F.silu(leaf)}

@@ -7,7 +7,7 @@
 template <class X, class H, class Y>
 static void norm_forward(const X* x, const H* h, const float* w, const float* b, X* total, Y* y, float* mean,
                          float* rstd, long rows, long d, float eps, bool centred) {
-#pragma omp parallel
+#pragma omp parallel if (rows * d > 1 << 14)  // waking threads costs more than a few rows
     {
         std::vector<float> kept_row(d + W);
         float* row = kept_row.data();
