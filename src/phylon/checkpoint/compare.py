@@ -79,7 +79,7 @@ def _by_rounding(
     """The cells of some values by the run in higher precision, by their full names."""
     errors: dict[str, float] = {}
     bounds = dict.fromkeys(names, 0.0)
-    for k in range(1 + NEIGHBOURS):
+    for k in range(1 + NEIGHBOURS if s.steady else 1):
         # The first pair is of the inputs as they are, the others of what lies a rounding beside them.
         plain, exact = (_points(s, model, inputs, names, k) for model in (s.model, s.wide))
         for name in names:
