@@ -105,6 +105,7 @@ def test_a_weight_that_is_not_the_stored_one(name, tmp_path):
     assert first(cells) == component
 
 
+@pytest.mark.slow
 def test_a_model_that_magnifies_rounding(tmp_path):
     """64 blocks of Mamba-2 drawn like this give logits that are off by a tenth in fp32, theirs as ours: no component
     is blamed for that, and one that is wrong still is."""
