@@ -112,6 +112,7 @@ JAMBA = "jamba-1"
 """Drawn like this, one rounding of it may be four times another: the plain pass of the first documents is lucky."""
 
 
+@pytest.mark.slow
 def test_one_rounding_does_not_decide(monkeypatch):
     assert verify(made(SPECS[JAMBA])).passed
     monkeypatch.setattr(law, "NEIGHBOURS", 0)

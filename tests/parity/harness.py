@@ -63,6 +63,7 @@ def wide_casts() -> Iterator[None]:
         with (
             mock.patch.object(torch, "float32", torch.float64),
             mock.patch.object(torch, "float", torch.float64),
+            mock.patch.object(torch, "FloatTensor", torch.DoubleTensor),
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
         ):
             yield
