@@ -6,19 +6,22 @@ import math
 import pytest
 import torch
 
+from phylon.checkpoint import law
 from phylon.checkpoint.verify import Cell, Report, against, verify
 from phylon.families import families, family
 from phylon.families.decoder import llama_spec
 from phylon.layers.inits import NormalInit
 from phylon.layers.state import FullKV, State
 from phylon.model import Model, ModelSpec, build, record
-from phylon.ops.attention import AttentionCall
+from phylon.ops.attention import AttentionCall, dispatch
 from phylon.ops.native import library as native
 from phylon.patterns import Causal, Full, Records, Window
 from phylon.spec.errors import UserError
 
 SPECS = {f"{f.name}-{i}": spec for f in families() for i, spec in enumerate(f.cases())}
 TINY = llama_spec(d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, d_ff=40, max_seq_len=64)
+
+DEEP = TINY.replace(decoder=TINY.decoder.replace(blocks=TINY.decoder.blocks[:1] * 24))
 
 
 def made(spec: ModelSpec = TINY, dtype: str = "float32") -> Model:
@@ -84,9 +87,8 @@ def test_image_models_that_break_the_law():
 
 @pytest.mark.parametrize("name", READ)
 def test_every_family_passes(name):
-    # These draws are ill-conditioned and rounding is compared with rounding: one set of documents may be unlucky.
-    report = next((r for r in (verify(made(SPECS[name]), seed=seed) for seed in (0, 1)) if r.passed), None)
-    assert report is not None
+    report = verify(made(SPECS[name]))
+    assert report.passed, report.failed
     for cell in report.cells:
         assert (cell.passed is None) == (cell.error is None), cell
         assert cell.passed or cell.reason, cell
@@ -102,9 +104,53 @@ def test_other_dtypes(dtype):
 
 def test_deep_model():
     """Rounding grows with depth: the run in higher precision decides."""
-    deep = made(TINY.replace(decoder=TINY.decoder.replace(blocks=TINY.decoder.blocks[:1] * 24)))
-    report = verify(deep)
+    report = verify(made(DEEP))
     assert report.passed, report.failed
+
+
+JAMBA = "jamba-1"
+"""Drawn like this, one rounding of it may be four times another: the plain pass of the first documents is lucky."""
+
+
+@pytest.mark.slow
+def test_one_rounding_does_not_decide(monkeypatch):
+    assert verify(made(SPECS[JAMBA])).passed
+    monkeypatch.setattr(law, "NEIGHBOURS", 0)
+    cells = verify(made(SPECS[JAMBA])).failed
+    assert cells, "no way rounds by more than twice the plain pass any more: choose another model"
+    assert all(cell.name.startswith(("padded", "backend")) for cell in cells)
+
+
+@pytest.mark.parametrize("spec", ["jamba-1", "deep"])
+def test_faults_of_a_model_that_magnifies_rounding(spec, monkeypatch):
+    model = made(DEEP if spec == "deep" else SPECS[spec])
+    monkeypatch.setattr(AttentionCall, "segmented", property(lambda self: False))
+    assert failed(verify(model)) >= {"packing", "left_padding"}
+
+
+def test_inputs_a_rounding_away():
+    """The same factors for one seed in every precision, other factors for another, and none afterwards."""
+    model, tokens = made(), torch.tensor([[1, 2, 3, 4]])
+    wide = made(dtype="float64")
+
+    def embedded(model, seed=None):
+        with record(model, "decoder.embed.out") as taps, torch.no_grad():
+            if seed is None:
+                model(tokens)
+            else:
+                with law.moved(model, seed, torch.float32):
+                    model(tokens)
+        return taps["decoder.embed.out"].double()
+
+    eps = torch.finfo(torch.float32).eps
+    plain, moved, again = embedded(model), embedded(model, 1), embedded(model, 1)
+    assert torch.equal(moved, again)
+    assert not torch.equal(moved, embedded(model, 2))
+    assert 0 < float((moved / plain - 1).abs().max()) < 2 * eps
+    exact = embedded(wide, 1)
+    assert float((moved / exact - 1).abs().max()) <= eps / 2 * 1.01
+    assert 0 < float((exact / embedded(wide) - 1).abs().max()) <= eps
+    assert torch.equal(embedded(model), plain)
 
 
 def test_what_does_not_apply_says_why():
@@ -249,6 +295,25 @@ def test_the_first_component_that_diverges_is_named():
         name="reference", passed=False, reason="the first component that diverges is decoder.blocks.1.attn.out"
     )
     assert any(cell.passed for cell in against(model, reference))
+
+
+def test_rounding_alone_is_not_blamed(monkeypatch):
+    """Beyond the tight bound, which nothing meets here, the rounding of the plain pass decides."""
+    monkeypatch.setattr("phylon.checkpoint.compare.TIGHT", {torch.float32: 1e-9})
+    model, other = made(), made()
+    names = _names(model)
+
+    def reference(tokens):
+        with dispatch.force("reference"), record(other, *names) as taps, torch.no_grad():
+            other(tokens)
+        return dict(taps)
+
+    cells = against(model, reference)
+    assert all(cell.passed for cell in cells), cells
+    assert any(cell.reason is not None and cell.error > 0 for cell in cells)
+    with torch.no_grad():
+        other.decoder.blocks[1].attn.v_proj.weight[0] *= 1.0001
+    assert (against(model, reference)[0].reason or "").endswith("decoder.blocks.1.attn.out")
 
 
 def test_records_are_what_patterns_compare():

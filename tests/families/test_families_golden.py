@@ -48,3 +48,27 @@ def test_golden_logits_of_every_family(family: Family, request: pytest.FixtureRe
 
 def test_no_golden_is_left_over() -> None:
     assert sorted(json.loads(GOLDEN.read_text())) == sorted(family.name for family in families())
+
+
+COUNTS = {
+    "bert-base": 109_482_240,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-11b": 11_307_321_344,
+    "vit-b16": 86_567_656,
+    "vit-h14": 632_045_800,
+    "switch-base-8": 619_339_008,
+    "mixtral-8x7b": 46_702_792_704,
+    "deepseek-v3": 671_026_404_352,
+    "mamba-130m": 129_135_360,
+    "mamba-2.8b": 2_768_345_600,
+    "gpt3-175b": 174_604_259_328,
+    "smollm2-135m": 134_515_008,
+}
+
+
+def test_every_preset_has_a_golden_count() -> None:
+    """Published ones above; that all of them are those of the built models is tested with the accounting."""
+    golden = {name: count for f in families() for name, count in f.golden.items()}
+    assert golden.items() >= COUNTS.items()
+    assert set(golden) == {name for f in families() for name in f.presets}

@@ -40,3 +40,42 @@ def test_the_key_is_named(name: str) -> None:
                 assert any(name in message for name in named) or key == "rotary_pct", (key, bad, message)
                 n_refused += 1
     assert n_refused > 20
+
+
+NAMED = {
+    "steps that fall": ("mamba2", {"time_step_limit": [0.5, 0.1]}, r"'time_step_limit' is \[0.5, 0.1\]"),
+    "steps below 0": ("mamba2", {"time_step_limit": [-1, 0.1]}, r"'time_step_limit' is \[-1, 0.1\]"),
+    "steps from no number": ("mamba2", {"time_step_limit": [float("nan"), 1.0]}, r"'time_step_limit' is \[nan, 1.0\]"),
+    "one step": ("mamba2", {"time_step_limit": [0.5]}, r"'time_step_limit' is \[0.5\]"),
+    "rope of another kind": ("deepseek", {"rope_scaling": {"rope_type": "longrope"}}, "'rope_type' is 'longrope'"),
+    "rope of no kind": ("deepseek", {"rope_scaling": {"rope_type": 3}}, "'rope_type' must be str, got 3"),
+    "rope without use of a key": (
+        "deepseek",
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+        "not understood beside 'rope_type' 'linear', and it may change the maths: 'mscale_all_dim'",
+    ),
+    "rope of the newer table": (
+        "deepseek",
+        {"rope_scaling": None, "rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+        "'rope_type' is 'su'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_values_in_lists_and_tables(name: str) -> None:
+    kind, change, words = NAMED[name]
+    chosen = FORMATS[kind]
+    assert chosen.hf is not None
+    config = Config(chosen.hf.write(chosen.cases()[0]) | change, "there")
+    with pytest.raises(UserError, match=words) as caught:
+        chosen.hf.read(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_builder_s_refusal_names_the_list_that_holds_the_number() -> None:
+    config = Config({"step_limits": [0.25, 0.125], "other": 3}, "there")
+    config.take("step_limits")
+    config.take("other")
+    error = config.blame(UserError("step sizes need low <= high, got 0.25 and 0.125"))
+    assert str(error).endswith("(from 'step_limits')")

@@ -134,7 +134,10 @@ FOREIGN = {
     "unknown key": ({"residual_multiplier": 2.0}, "may change the maths: 'residual_multiplier'"),
     "interleaved": ({"rope_interleaved": True}, "rope_interleaved"),
     "activation": ({"hidden_act": "sillu"}, "unknown activation 'sillu' .did you mean 'silu'"),
-    "rope type": ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "unknown rope_type 'longrope'"),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+        "'rope_type' is 'longrope', which is not supported",
+    ),
     "rope key": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 2}}, "'mscale'"),
     "huge": ({"hidden_size": 2**60}, "hidden_size"),
     "huge product": (

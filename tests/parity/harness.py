@@ -7,9 +7,11 @@ here. Weights and tolerance are those of the design: matrices with 2 / sqrt(fan_
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -46,6 +48,45 @@ def drawn(spec: ModelSpec, seed: int = 0) -> Model:
     model = build(spec, device="cpu")
     draw(model, seed)
     return model.eval()
+
+
+@contextmanager
+def wide_casts() -> Iterator[None]:
+    """Inside, what a program casts to fp32 it casts to fp64, tables that it computes on construction among it.
+
+    The reference does so in the middle of a pass (norms, softmax, recurrences), whatever the dtype of its weights: only
+    like this is it a float64 run, and a difference to ours no rounding.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with (
+            mock.patch.object(torch, "float32", torch.float64),
+            mock.patch.object(torch, "float", torch.float64),
+            mock.patch.object(torch, "FloatTensor", torch.DoubleTensor),
+            mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+        ):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def wide_reference(model: Any, **given: Any) -> Any:
+    """What a copy of a reference's model computes in float64 throughout."""
+    with wide_casts():
+        kind = model.config._attn_implementation
+        copy = type(model)._from_config(model.config, attn_implementation=kind, dtype=torch.float64).eval()
+        copy.config._experts_implementation = "eager"  # the other one has no float64
+        # A table of sinusoids, part of the method, is computed anew.
+        tables = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+        stored = {name: value for name, value in model.state_dict().items() if name not in tables}
+        left = copy.load_state_dict(stored, strict=False)
+        assert not left.unexpected_keys
+        assert set(left.missing_keys) <= tables
+        return copy(
+            **{k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in given.items()}
+        )
 
 
 def random_tokens(vocab_size: int, batch: int = 2, length: int = 21, seed: int = 0) -> torch.Tensor:

@@ -134,10 +134,13 @@ def _quoted_values(message: str) -> list[tuple[str, str]]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a table and of the tables in it, each with the way to it."""
+    """The values of a table, a list and what is in them, each with the way to it; an item's is that of its list."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(f"{key}.{name}", inner)
+    elif isinstance(value, list):
+        for inner in value[:64]:
+            yield from _leaves(key, inner)
     else:
         yield key, value
 
@@ -154,7 +157,7 @@ class Config:
         self._data = dict(data)
         self._left = set(data) - _NEUTRAL
         self._stored = stored
-        self._taken: dict[str, Any] = {}
+        self._taken: list[tuple[str, Any]] = []
         self.where = where
 
     def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
@@ -187,7 +190,7 @@ class Config:
             raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(value)}")
         if isinstance(value, str) and (len(value) > 100 or not value.isprintable()):
             raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is no plain name")
-        self._taken |= dict(_leaves(key, value))
+        self._taken += _leaves(key, value)
         return value
 
     def blame(self, error: UserError) -> UserError:
@@ -201,7 +204,7 @@ class Config:
 
     def _holding(self, word: str, value: str) -> list[str]:
         """The keys of one value; of several those that share a part of their name with our word for it."""
-        keys = [k for k, v in self._taken.items() if str(v) == value and not isinstance(v, bool)]
+        keys = [k for k, v in self._taken if str(v) == value and not isinstance(v, bool)]
         parts = {part.rstrip("s") for part in word.split("_")} - {"n", "d"}
         return [key for key in keys if any(part in key for part in parts)] or keys
 
@@ -234,11 +237,13 @@ class Config:
         """Keys that do not change the maths of a forward pass."""
         self._left.difference_update(keys)
 
-    def finish(self) -> None:
-        """Refuse what nobody read: an unknown key may change the maths."""
+    def finish(self, beside: str = "") -> None:
+        """Refuse what nobody read: an unknown key may change the maths. ``beside``: the key that decides what may stand
+        here."""
         if self._left:
             names = ", ".join(quoted(key) for key in sorted(self._left)[:6])
-            raise UserError(f"{self.where}: not understood, and it may change the maths: {names}")
+            where = f" beside '{beside}' {shown(self._data.get(beside))}" if beside else ""
+            raise UserError(f"{self.where}: not understood{where}, and it may change the maths: {names}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ DeepSeek-AI (arXiv:2412.19437), sections 2.1, 2.2 and 4.2. The head that predict
 the released checkpoints, with copies of the embedding and the head: it is loaded where the file has it.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from phylon.families.decoder import (
     part,
 )
 from phylon.families.llama import whole_heads
-from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.rope import read_attention_scale, read_rotary, write_rotary, write_scaled, yarn_scale
 from phylon.families.sizes import sized
 from phylon.families.sparse import expert_rules, gated_experts
 from phylon.families.tasks import decoder_format
@@ -154,7 +153,7 @@ def read_config(config: Config) -> ModelSpec:
         top_groups=config.size("topk_group", 4),
         n_shared=config.size("n_shared_experts", 1),
         routed_scale=config.number("routed_scaling_factor", 2.5),
-        attention_scale=_attention_scale(config, rotary, nope + rope),
+        attention_scale=read_attention_scale(config, rotary, nope + rope),
         vocab_size=config.size("vocab_size", 129_280),
         max_seq_len=max_seq_len,
         eps=config.number("rms_norm_eps", 1e-6),
@@ -180,21 +179,6 @@ def _expectations(config: Config, n_heads: int, nope: int, rope: int) -> None:
     config.expect("moe_layer_freq", 1, why="every block after the dense ones has experts")
     # Training, and other code.
     config.ignore("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "output_router_logits", "router_aux_loss_coef")
-
-
-def _attention_scale(config: Config, rotary: Rotary, width: int) -> float | None:
-    """The reference multiplies the scale by the square of YaRN's temperature for ``mscale_all_dim``."""
-    table = config.take("rope_parameters", None, dict) or config.take("rope_scaling", None, dict) or {}
-    every = table.get("mscale_all_dim")
-    if not isinstance(rotary.scaling, YarnScaling) or not every:
-        return None
-    return _scale(width, rotary.scaling.factor, float(every))
-
-
-def _scale(width: int, factor: float, mscale: float) -> float | None:
-    """The scale for ``mscale_all_dim``, or ``None`` where it is the default."""
-    temperature = 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-    return None if temperature == 1 else width**-0.5 * temperature * temperature
 
 
 def _main(spec: ModelSpec) -> Stack:
@@ -260,21 +244,7 @@ def _sparse(spec: ModelSpec, stack: Stack) -> MoE:
 
 def _write_rotary(mla: MLA, max_seq_len: int) -> dict[str, Any]:
     rotary = whole_heads(part(mla.rotary, Rotary, "attn.rotary"), "this format")
-    written = write_rotary(rotary, mla.qk_rope_head_dim, max_seq_len)
-    if mla.scale is None:
-        return written
-    if not isinstance(rotary.scaling, YarnScaling) or rotary.scaling.factor <= 1:
-        raise UserError(f"an attention scale of {mla.scale} cannot be said without YaRN; leave it out")
-    factor = rotary.scaling.factor
-    temperature = math.sqrt(mla.scale * mla.qk_head_dim**0.5)
-    every = round((temperature - 1) / (0.1 * math.log(factor)), 12)
-    if _scale(mla.qk_head_dim, factor, every) != mla.scale:
-        raise UserError(f"an attention scale of {mla.scale} is no YaRN temperature of this format")
-    table = written["rope_scaling"] | {"mscale_all_dim": every}
-    if rotary.scaling.attention_factor is not None:
-        # What readers of before ``attention_factor`` go by.
-        table["mscale"] = round((rotary.scaling.attention_factor * temperature - 1) / (0.1 * math.log(factor)), 12)
-    return written | {"rope_scaling": table}
+    return write_scaled(write_rotary(rotary, mla.qk_rope_head_dim, max_seq_len), rotary, mla.qk_head_dim, mla.scale)
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
@@ -358,7 +328,7 @@ def _cases() -> list[ModelSpec]:
     )
     yarn = Rotary(scaling=YarnScaling(factor=4.0, original_max_seq_len=16, attention_factor=1.0))
     return [
-        tiny(q_lora_rank=7, n_groups=3, top_groups=2, rotary=yarn, attention_scale=_scale(10, 4.0, 1.0)),
+        tiny(q_lora_rank=7, n_groups=3, top_groups=2, rotary=yarn, attention_scale=yarn_scale(10, 4.0, 1.0)),
         tiny(n_dense=0, n_shared=2, attention_bias=True, routed_scale=1.0, tied=True),
         tiny(n_mtp=1),
     ]
@@ -381,7 +351,7 @@ _v3 = partial(
     top_k=8,
     n_groups=8,
     top_groups=4,
-    attention_scale=_scale(192, 40.0, 1.0),
+    attention_scale=yarn_scale(192, 40.0, 1.0),
     vocab_size=129_280,
     max_seq_len=163_840,
     rotary=Rotary(scaling=YarnScaling(factor=40.0, original_max_seq_len=4096, attention_factor=1.0)),
@@ -400,6 +370,6 @@ register_family(
             "DeepseekV3",
             span=None,
         ),
-        golden={"deepseek-v3": 671_026_404_352},
+        golden={"deepseek-v3": 671_026_404_352, "deepseek-v3-mtp": 682_636_472_320},
     )
 )

@@ -197,7 +197,12 @@ register_family(
             language_model="LMHeadModel",
             token="classifier",
         ),
-        golden={"gpt2": 124_439_808},
+        golden={
+            "gpt2": 124_439_808,
+            "gpt2-medium": 354_823_168,
+            "gpt2-large": 774_030_080,
+            "gpt2-xl": 1_557_611_200,
+        },
     )
 )
 register_family(

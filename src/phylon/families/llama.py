@@ -353,6 +353,20 @@ register_family(
         gguf=GGUFFormat(
             architectures=("llama",), read=read_gguf, write=write_gguf, layout=gguf_layout, extra=gguf_extra
         ),
-        golden={"llama-7b": 6_738_415_616, "llama2-70b": 68_976_648_192},
+        golden={
+            "llama-7b": 6_738_415_616,
+            "llama-13b": 13_015_864_320,
+            "llama-30b": 32_528_943_616,
+            "llama-65b": 65_285_660_672,
+            "llama2-7b": 6_738_415_616,
+            "llama2-13b": 13_015_864_320,
+            "llama2-70b": 68_976_648_192,
+            "llama3-8b": 8_030_261_248,
+            "llama3-70b": 70_553_706_496,
+            "llama3.1-8b": 8_030_261_248,
+            "llama3.1-70b": 70_553_706_496,
+            "llama3.1-405b": 405_853_388_800,
+            "smollm2-135m": 134_515_008,
+        },
     )
 )

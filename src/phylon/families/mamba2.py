@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from phylon.checkpoint import Concat, Layout, Rename
-from phylon.families.base import Config, Family, HFFormat, register_family
+from phylon.families.base import Config, Family, HFFormat, register_family, shown
 from phylon.families.decoder import decoder_of, op_of
 from phylon.families.mamba import mixer_rules, mixer_stack, read_shared, stack_rules, write_shared
 from phylon.families.sizes import sized
@@ -90,8 +90,10 @@ def _limits(config: Config) -> tuple[float, float | None]:
     value = config.take("time_step_limit", [0.0, None], list)
     bounds = [b.get("__float__") if isinstance(b, dict) else b for b in value]
     numbers = [float("inf") if b in (None, "Infinity") else b for b in bounds]
-    if len(numbers) != 2 or not all(isinstance(b, int | float) for b in numbers):
-        raise UserError(f"{config.where}: 'time_step_limit' must be two numbers, got {value!r}")
+    plain = len(numbers) == 2 and all(isinstance(b, int | float) and not isinstance(b, bool) for b in numbers)
+    if not plain or not 0 <= numbers[0] <= numbers[1]:
+        why = "it must be two numbers of at least 0, the lower one first"
+        raise UserError(f"{config.where}: 'time_step_limit' is {shown(value)}; {why}")
     low, high = map(float, numbers)
     return low, None if high == float("inf") else high
 

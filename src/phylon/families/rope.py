@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from phylon.families.base import Config
+from phylon.families.base import Config, shown
 from phylon.layers.positions.rotary import (
     DynamicNTKScaling,
     LinearScaling,
@@ -44,7 +44,7 @@ def read_rotary(
             "it must be an even number of them"
         )
     parsed = _read_scaling(table, theta, max_seq_len)
-    table.finish()
+    table.finish(beside="rope_type")
     return Rotary(theta=theta, dim=None if width == head_dim else width, scaling=parsed)
 
 
@@ -83,11 +83,48 @@ def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling 
             round_ramp=table.take("truncate", True, bool),
         )
     known = "default, linear, dynamic, yarn, llama3"
-    raise UserError(f"{table.where}: unknown rope_type '{kind}' (known: {known})")
+    raise UserError(f"{table.where}: 'rope_type' is {shown(kind)}, which is not supported (known: {known})")
 
 
 def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def yarn_scale(width: int, factor: float, mscale: float) -> float | None:
+    """The scale of scores for ``mscale_all_dim`` in heads of ``width``, or ``None`` where it is the default.
+
+    YaRN multiplies queries and keys by a temperature; DeepSeek's reference puts the part for all dimensions, squared,
+    into the scale (arXiv:2412.19437, the released code).
+    """
+    temperature = _mscale(factor, mscale)
+    return None if temperature == 1 else width**-0.5 * temperature * temperature
+
+
+def read_attention_scale(config: Config, rotary: Rotary, width: int) -> float | None:
+    """The scale that ``mscale_all_dim`` of a YaRN table asks for."""
+    table = config.take("rope_parameters", None, dict) or config.take("rope_scaling", None, dict) or {}
+    every = table.get("mscale_all_dim")
+    if not isinstance(rotary.scaling, YarnScaling) or not every:
+        return None
+    return yarn_scale(width, rotary.scaling.factor, float(every))
+
+
+def write_scaled(written: dict[str, Any], rotary: Rotary, width: int, scale: float | None) -> dict[str, Any]:
+    """What ``write_rotary`` has written, with the scale of scores said as ``mscale_all_dim``."""
+    if scale is None:
+        return written
+    if not isinstance(rotary.scaling, YarnScaling) or rotary.scaling.factor <= 1:
+        raise UserError(f"an attention scale of {scale} cannot be said without YaRN; leave it out")
+    factor = rotary.scaling.factor
+    temperature = math.sqrt(scale * width**0.5)
+    every = round((temperature - 1) / (0.1 * math.log(factor)), 12)
+    if yarn_scale(width, factor, every) != scale:
+        raise UserError(f"an attention scale of {scale} is no YaRN temperature of this format")
+    table = written["rope_scaling"] | {"mscale_all_dim": every}
+    if rotary.scaling.attention_factor is not None:
+        # What readers of before ``attention_factor`` go by.
+        table["mscale"] = round((rotary.scaling.attention_factor * temperature - 1) / (0.1 * math.log(factor)), 12)
+    return written | {"rope_scaling": table}
 
 
 def _share(dim: int, head_dim: int) -> float:

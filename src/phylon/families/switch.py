@@ -245,6 +245,14 @@ register_family(
             base="",
             inner=_whole,
         ),
-        golden={"switch-base-8": 619_339_008},
+        golden={
+            "switch-base-8": 619_339_008,
+            "switch-base-16": 1_072_397_568,
+            "switch-base-32": 1_978_514_688,
+            "switch-base-64": 3_790_748_928,
+            "switch-base-128": 7_415_217_408,
+            "switch-base-256": 14_664_154_368,
+            "switch-large-128": 26_309_291_008,
+        },
     )
 )

@@ -149,7 +149,7 @@ def gguf_from_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
     if content["model"]["type"] == "BPE" and decoder is not None and decoder.byte_level:
         out |= _as_gpt2(content)
     elif content["model"]["type"] in ("BPE", "Unigram") and decoder is not None:
-        out |= _as_spm(content, tokens, types, tokenizer.unk_id, decoder.strip)
+        out |= _as_spm(content, tokens, types, tokenizer.unk_id, decoder.strip > 0)
     else:
         raise UserError(f"GGUF has no place here for a {content['model']['type']} vocabulary; BPE and Unigram it has")
     ids = {"bos": tokenizer.bos_id, "eos": next(iter(tokenizer.eos_ids), None)}
@@ -216,5 +216,5 @@ def _as_spm(
     out |= {"add_space_prefix": prefix, "remove_extra_whitespaces": squeeze}
     if charsmap:
         out["precompiled_charsmap"] = list(base64.b64decode(charsmap))
-    assert strip == (prefix or squeeze)
+    assert strip == (prefix or squeeze), (strip, prefix, squeeze)
     return {_PREFIX + key: value for key, value in out.items()}

@@ -5,7 +5,6 @@ The file is a protobuf; the reader below knows the few fields that decide ids. L
 - BPE merges among pieces of *equal* score go left to right in SentencePiece; here pairs of equal score are ranked so
   that a pair comes before every pair it can block from the left, which is the same unless such pairs block each other
   in a circle (never in a trained model we know of).
-- a space that comes as a byte piece at the very start of a text is dropped with the prefix space;
 - the character map is applied by grapheme, and one of more than five bytes (a letter with two long marks) by character;
 - a text that is one user-defined piece and nothing else loses the space that the model puts before it.
 """
@@ -27,6 +26,7 @@ from phylon.spec.errors import UserError
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
 _PARTS = {1: "pieces", 2: "trainer settings", 3: "normaliser"}
+_EVERY = 1 << 16
 _MODEL_KINDS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}
 
 
@@ -190,10 +190,12 @@ def build_spm(model: SpmModel, *, prefix: str = "always") -> tokenizers.Tokenize
         cuts.append(pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous"))
     if cuts:
         backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    strip = model.add_dummy_prefix or model.remove_extra_whitespaces
+    # Of the first piece, or of every piece until there is text. The library counts spaces, and takes one that comes as
+    # a byte for a piece's: `phylon.text.stream` decodes by pieces.
+    strip = _EVERY if model.remove_extra_whitespaces else int(model.add_dummy_prefix)
     backend.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + ([decoders.Strip(content=" ", left=1, right=0)] if strip else [])
+        + ([decoders.Strip(content=" ", left=strip, right=0)] if strip else [])
     )
     backend.add_special_tokens(
         [AddedToken(piece, normalized=False, special=True) for piece in model.of_type(UNKNOWN, CONTROL)]

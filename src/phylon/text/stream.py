@@ -40,11 +40,11 @@ class ByteDecoder:
     SentencePiece does.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strip: bool) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, *, byte_level: bool, strip: int) -> None:
         self._backend = backend
         self.byte_level = byte_level
         self._added = {id: (t.content, t.special) for id, t in backend.get_added_tokens_decoder().items()}
-        self._known: dict[int, bytes] = {}
+        self._known: dict[int, tuple[bytes, bool]] = {}
         self.strip = strip
         self.errors = "replace" if byte_level else "phylon.mark_each_byte"
 
@@ -53,45 +53,59 @@ class ByteDecoder:
         """The byte decoder of a backend whose own decoder is one of the two kinds, else ``None``."""
         decoder = _decoder_json(backend)
         if decoder.get("type") == "ByteLevel":
-            return cls(backend, byte_level=True, strip=False)
+            return cls(backend, byte_level=True, strip=0)
         steps = decoder.get("decoders", [])
         if [s["type"] for s in steps[:3]] != ["Replace", "ByteFallback", "Fuse"]:
             return None
         if steps[0]["pattern"] != {"String": "▁"} or steps[0]["content"] != " ":
             return None
-        if steps[3:] not in ([], [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]):
+        strip = steps[3]["start"] if len(steps) > 3 and steps[3]["type"] == "Strip" else 0
+        if steps[3:] not in ([], [{"type": "Strip", "content": " ", "start": strip, "stop": 0}]):
             return None
-        return cls(backend, byte_level=False, strip=len(steps) == 4)
+        return cls(backend, byte_level=False, strip=strip)
 
-    def piece(self, id: int, skip_special: bool) -> bytes:
-        """The bytes of one id; empty for an id without a token."""
+    def piece(self, id: int, skip_special: bool, start: bool = False) -> tuple[bytes, bool]:
+        """The bytes of one id (none for an id without a token), and whether a text at whose ``start`` it stands still
+        has to begin.
+
+        At the start the space that a piece begins with is dropped: of the first piece, or of every one until there is
+        text (``strip`` above 1). One that comes as a byte is text.
+        """
         if skip_special and self._added.get(id, ("", False))[1]:
-            return b""
-        piece = self._known.get(id)
-        if piece is None:
-            piece = self._known[id] = self._spell(id)
-        return piece
+            return b"", start
+        known = self._known.get(id)
+        if known is None:
+            known = self._known[id] = self._spell(id)
+        text, spaced = known
+        if not (start and text):
+            return text, start
+        text = text[spaced:]
+        return text, self.strip > 1 and not text
 
-    def _spell(self, id: int) -> bytes:
+    def _spell(self, id: int) -> tuple[bytes, bool]:
+        """The bytes of one id, and whether the first stands for SentencePiece's space."""
         added = self._added.get(id)
         token = added[0] if added else self._backend.id_to_token(id)
         if token is None:
-            return b""
+            return b"", False
         if self.byte_level:
             alphabet = byte_alphabet()
             if added or any(char not in alphabet for char in token):
-                return token.encode()
-            return bytes(alphabet[char] for char in token)
+                return token.encode(), False
+            return bytes(alphabet[char] for char in token), False
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
-                return bytes([int(token[3:5], 16)])
+                return bytes([int(token[3:5], 16)]), False
             except ValueError:
-                return token.encode()
-        return token.replace("▁", " ").encode()
+                return token.encode(), False
+        return token.replace("▁", " ").encode(), token.startswith("▁")
 
     def decode(self, ids: Iterable[int], skip_special: bool) -> str:
-        text = b"".join([self.piece(id, skip_special) for id in ids]).decode("utf-8", self.errors)
-        return text.removeprefix(" ") if self.strip else text
+        start, parts = self.strip > 0, []
+        for id in ids:
+            part, start = self.piece(id, skip_special, start)
+            parts.append(part)
+        return b"".join(parts).decode("utf-8", self.errors)
 
 
 def _decoder_json(backend: tokenizers.Tokenizer) -> dict[str, Any]:
@@ -108,7 +122,7 @@ class StreamDecoder:
         self._bytes = tokenizer._bytes
         if self._bytes is not None:
             self._utf8 = codecs.getincrementaldecoder("utf-8")(self._bytes.errors)
-            self._strip = self._bytes.strip
+            self._start = self._bytes.strip > 0
         self._ids: list[int] = []
         self._shown = 0
 
@@ -116,7 +130,8 @@ class StreamDecoder:
         """The text that ``id`` completes; empty while a character is open."""
         if self._bytes is not None:
             (id,) = self._tokenizer._checked([id])
-            return self._stripped(self._utf8.decode(self._bytes.piece(id, self._skip_special)))
+            part, self._start = self._bytes.piece(id, self._skip_special, self._start)
+            return self._utf8.decode(part)
         self._ids.append(id)
         text = self._window()
         if text.endswith(REPLACEMENT):
@@ -131,9 +146,9 @@ class StreamDecoder:
     def flush(self) -> str:
         """What was held back, with U+FFFD for what never became a character. The decoder is then as new."""
         if self._bytes is not None:
-            text = self._stripped(self._utf8.decode(b"", final=True))
+            text = self._utf8.decode(b"", final=True)
             self._utf8.reset()
-            self._strip = self._bytes.strip
+            self._start = self._bytes.strip > 0
             return text
         text = self._window()[self._shown :]
         self._ids, self._shown = [], 0
@@ -141,9 +156,3 @@ class StreamDecoder:
 
     def _window(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special=self._skip_special)
-
-    def _stripped(self, text: str) -> str:
-        if self._strip and text:
-            self._strip = False
-            return text.removeprefix(" ")
-        return text
