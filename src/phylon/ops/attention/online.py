@@ -17,7 +17,7 @@ from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
 from phylon.ops.random import keep_mask
 
-_BLOCKS = ((512, 1024), (512, 512), (256, 512), (128, 256), (128, 128), (64, 64))
+_BLOCKS = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128), (64, 64))
 _SMALL = 2**16
 """Scores of a head that are one tile."""
 _COPIES = 36 * 2**20
@@ -36,7 +36,7 @@ class Online:
 
     name = "online"
 
-    def __init__(self, blocks: Sequence[tuple[int, int]] = _BLOCKS, scores: int = 2**19) -> None:
+    def __init__(self, blocks: Sequence[tuple[int, int]] = _BLOCKS, scores: int = 2**18) -> None:
         self.blocks, self.scores = tuple(blocks), scores
 
     def available(self) -> str | None:
@@ -364,6 +364,7 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
             unit.put(dq, queries, dq_NRE.mul_(call.factor))
         _put_keys(unit, dk, dk_NME)
         _put_keys(unit, dv, dv_NME)
+        del dk_NME, dv_NME  # before the next unit makes its own
     return dq, dk, dv, None if d_sink is None or call.sink is None else d_sink.to(call.sink.dtype)
 
 

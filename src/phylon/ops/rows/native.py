@@ -80,8 +80,8 @@ def norm_backward(
     grad_b = torch.empty(d) if with_bias else None
     LIBRARY.rows_norm_backward(
         _low(x) + 4 * _low(grad_y), grad_y.data_ptr(), pointer(grad_total), x.data_ptr(), pointer(weight),
-        statistics.data_ptr(), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w), pointer(grad_b),
-        x.numel() // d, d, centred,
+        statistics.data_ptr(), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w),
+        pointer(grad_b), x.numel() // d, d, centred,
     )  # fmt: skip
     return grad_x, grad_w, grad_b
 
