@@ -362,6 +362,8 @@ class Trainer(Session):
         except Exception as error:
             self._say(f"no samples at step {self.state.step}: {error}")
             return
+        if not self.samples:
+            return
         self._took("samples", started)
         self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
 

@@ -53,11 +53,15 @@ class Material:
 
 
 class Feed(NamedTuple):
-    """The batches of a run: training, held-out (``None`` where nothing is held out), and what samples show."""
+    """The batches of a run: training, held-out (``None`` where nothing is held out), and what samples show.
+
+    ``labels``: the names of the classes that the data have, by head; the trained model is saved with them.
+    """
 
     loader: Batches
     held_out: Callable[[], Iterable[Batch]] | None = None
     sample: Sampler | None = None
+    labels: Mapping[str, tuple[str, ...]] = {}
 
 
 class Objective(Slot):

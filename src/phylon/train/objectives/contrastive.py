@@ -16,7 +16,7 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 from phylon.train.measures import retrieval_accuracy
 from phylon.train.objectives.base import Batch, Feed, Material, Metrics
-from phylon.train.objectives.supervised import Arrays, RecordObjective, parts, row_feed, text_arrays
+from phylon.train.objectives.supervised import Arrays, RecordObjective, parts, shuffled_feed, text_arrays
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
@@ -67,7 +67,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
 
     def feed(self, material: Material) -> Feed:
         made = {which: self._examples(material, source) for which, source in parts(material)}
-        return row_feed(material, made["training"], made.get("held-out"))
+        return shuffled_feed(material, made["training"], made.get("held-out"))
 
     def _examples(self, material: Material, source: object) -> list[Arrays]:
         most = material.recipe.data.seq_len

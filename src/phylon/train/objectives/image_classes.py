@@ -96,10 +96,11 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
         loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
+        labels = {self.head: images.classes} if set(images.classes) != set(map(str, range(len(images.classes)))) else {}
         if not share:
-            return Feed(loader)
+            return Feed(loader, labels=labels)
         kept = _Chosen(images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)
-        return Feed(loader, lambda: kept.batches(EVAL_IMAGES))
+        return Feed(loader, lambda: kept.batches(EVAL_IMAGES), labels=labels)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: len(batch["targets"])}
