@@ -70,7 +70,8 @@ def measure(run: Path, spent: float, rows: int | None) -> None:
     held_out, model = prepared.feed.held_out, prepared.model.eval()
     folder = run / "checkpoints"
     last = latest_checkpoint(folder)
-    assert held_out is not None and last is not None
+    assert held_out is not None, "the run holds nothing out"
+    assert last is not None, "the run has been stopped, and saved"
     found = load_checkpoint(last)
     state = found.manifest.run
     print(json.dumps({"step": state.step, "tokens": state.tokens, "cpu_seconds": spent}), flush=True)

@@ -51,6 +51,9 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
     def _per_text(self) -> bool:
         return True
 
+    def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
+        return {self.head: len(batch["tokens"]) if self._per_text else batch["tokens"].numel()}
+
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: n_targets(batch["targets"])}
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phylon.account.flops import Pass
 from phylon.data.table import text_of
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -102,6 +103,14 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
             hidden = model(batch[f"{prefix}tokens"], **read, logits="none").hidden
             found.append(torch.nn.functional.normalize(pooled(hidden, read["segments"], self.pool), dim=-1))
         return found[0], found[1]
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        return [Pass(*batch[name].shape) for name in ("tokens", "pair_tokens")]
+
+    def training_flops(self, spec: ModelSpec, batch: Batch, trained: float = 1.0) -> float:
+        """The passes, and the cosines of all pairs of the batch with two products backward."""
+        cosines = 2 * len(batch["tokens"]) ** 2 * spec.last_stack.d_model
+        return super().training_flops(spec, batch, trained) + 3 * cosines
 
     def n_tokens(self, batch: Batch) -> int:
         return sum(int((batch[name] != 0).sum()) for name in ("segments", "pair_segments"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from phylon.account.flops import Pass
 from phylon.data import Loader, Source
 from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
@@ -45,6 +46,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     label_smoothing: float = 0.0
     head: str = "class"
 
+    unit = "image"
     reads_text = False
 
     def __post_init__(self) -> None:
@@ -109,6 +111,14 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         targets = Targets(batch["targets"], label_smoothing=self.label_smoothing)
         out = model(images=batch["images"], targets={self.head: targets}, logits="none")
         return {self.head: out.losses[self.head]}
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        assert spec.encoder is not None
+        embed = spec.encoder.embed
+        assert isinstance(embed, PatchEmbed)
+        rows, _, height, width = batch["images"].shape
+        length = embed.n_extra + (height // embed.patch_size) * (width // embed.patch_size)
+        return [Pass(rows, length, 0, {self.head: rows})]
 
     def n_tokens(self, batch: Batch) -> int:
         """Images."""

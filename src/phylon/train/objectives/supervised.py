@@ -75,8 +75,8 @@ def parts(material: Material) -> Iterator[tuple[str, Records]]:
 
 
 def length_of(example: Arrays) -> int:
-    """The length of the longest array, 1 where there are only numbers."""
-    return max((len(array) for array in example.values() if array.ndim), default=1)
+    """How many tokens are read."""
+    return len(example["tokens"])
 
 
 def row_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arrays] | None) -> Feed:
