@@ -80,7 +80,7 @@ def test_epochs_say_how_many_steps_there_are(tmp_path):
         found = estimate(made, device="cpu")
         assert found.steps == steps != made.run.steps
         assert found.tokens == pytest.approx(sum(tokens), rel=0.25)
-        assert found.unit == made.objective.unit
+        assert found.unit == made.objective.counted
         assert f"{found.steps:,} steps" in found.page()
         assert ("images of the run" in found.page()) == (kind == "image_classes")
 

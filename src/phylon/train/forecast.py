@@ -154,7 +154,7 @@ def estimate(
         rows_that_fit=found.cost.rows_within(free - sum(states.values())),
         seconds_per_step=per_step,
         steps=steps,
-        unit=recipe.objective.unit,
+        unit=recipe.objective.counted,
     )
 
 

@@ -78,7 +78,7 @@ class Objective(Slot):
     ``run.accumulate`` in ``check``. Everything random in an example is a pure function of (seed, epoch, index).
     """
 
-    unit: ClassVar[str] = "token"
+    counted: ClassVar[str] = "token"
     """What ``n_tokens`` counts."""
 
     reads_text: ClassVar[bool] = True

@@ -105,7 +105,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         return found[0], found[1]
 
     def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
-        return [Pass(*batch[name].shape) for name in ("tokens", "pair_tokens")]
+        return [Pass(len(batch[name]), batch[name].shape[1]) for name in ("tokens", "pair_tokens")]
 
     def training_flops(self, spec: ModelSpec, batch: Batch, trained: float = 1.0) -> float:
         """The passes, and the cosines of all pairs of the batch with two products backward."""

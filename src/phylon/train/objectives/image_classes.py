@@ -46,7 +46,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     label_smoothing: float = 0.0
     head: str = "class"
 
-    unit = "image"
+    counted = "image"
     reads_text = False
 
     def __post_init__(self) -> None:
