@@ -76,16 +76,16 @@ def train(
         world.from_first(lambda: check_fits(wanted, source, device, world))
         watchers = tuple(callbacks) if world.first else ()
         prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
-        loader, held_out, own_sample = prepared.feed
-        wanted = with_epochs(wanted, loader)
+        feed = prepared.feed
+        wanted = with_epochs(wanted, feed.loader)
         trainer = Trainer(
             prepared.model,
-            loader,
+            feed.loader,
             wanted,
             out,
             watchers,
-            held_out=held_out,
-            sample=own_sample or sample,
+            held_out=feed.held_out,
+            sample=feed.sample or sample,
             world=world,
         )
         if last is not None:

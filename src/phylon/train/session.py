@@ -38,7 +38,7 @@ from phylon.train.resume import check_continuation
 from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
 from phylon.train.scaling import LossScale
 from phylon.train.spikes import RollBack
-from phylon.train.watch import Watcher
+from phylon.train.watch import Watcher, trained_share
 from phylon.train.world import World
 
 
@@ -102,7 +102,7 @@ class Session:
         self.samples: list[str] = []
         self._improved = False
         self._last: dict[str, int] = {}
-        self._watched = (0, 0.0)
+        self._trained, self._flops, self._watched = trained_share(parameters), 0.0, 0.0
         self._base, self._start = 0.0, time.perf_counter()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -143,6 +143,7 @@ class Session:
             whole |= self.parallel.whole(self.ema.means)
         model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
         model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
+        model.labels = mine.labels
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
