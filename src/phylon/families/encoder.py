@@ -108,8 +108,8 @@ def task_heads(
 def read_task(config: Config, prefix: str, tasks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The heads of the architecture that a config names (the bare model where it names none)."""
     known = {prefix + name: heads for name, heads in tasks.items()}
-    named = config.take("architectures", [prefix + "Model"], list)
-    name = str(named[0]) if named else prefix + "Model"
+    named = config.take("architectures", None, list) or [prefix + "Model"]
+    name = str(named[0])
     if name not in known:
         raise UserError(f"{config.where}: the architecture '{name}' is not supported{did_you_mean(name, known)}")
     return known[name]

@@ -141,7 +141,7 @@ def read_config(config: Config) -> ModelSpec:
 def _read_arrangement(config: Config, n_heads: int) -> tuple[int, str]:
     """How many key heads, and how the branches stand; the newer architecture ignores two of the older keys."""
     n_norms = config.size("num_ln_in_parallel_attn", None)
-    n_kv_heads = config.size("num_kv_heads", n_heads)
+    n_kv_heads = config.size("num_kv_heads", None) or n_heads
     multi_query = config.take("multi_query", True, bool)
     beside = config.take("parallel_attn", True, bool)
     if config.take("new_decoder_architecture", False, bool):

@@ -90,7 +90,7 @@ def _limits(config: Config) -> tuple[float, float | None]:
     value = config.take("time_step_limit", [0.0, None], list)
     bounds = [b.get("__float__") if isinstance(b, dict) else b for b in value]
     numbers = [float("inf") if b in (None, "Infinity") else b for b in bounds]
-    if len(numbers) != 2 or not all(isinstance(b, int | float) for b in numbers):
+    if len(numbers) != 2 or not all(isinstance(b, int | float) and not isinstance(b, bool) for b in numbers):
         raise UserError(f"{config.where}: 'time_step_limit' must be two numbers, got {value!r}")
     low, high = map(float, numbers)
     return low, None if high == float("inf") else high

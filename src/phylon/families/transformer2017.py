@@ -93,7 +93,7 @@ def transformer2017_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    named = config.take("architectures", ["MarianMTModel"], list)
+    named = config.take("architectures", None, list) or ["MarianMTModel"]
     if named[:1] != ["MarianMTModel"]:
         raise UserError(f"{config.where}: the architecture {named} is not supported (known: MarianMTModel)")
     config.expect("is_decoder", False, why="a Marian decoder without its encoder is not read")
