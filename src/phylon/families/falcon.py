@@ -5,7 +5,9 @@ parts: 7B (one key head, one norm for both branches), 40B and 180B (a key head f
 (every head its own keys, ALiBi, one branch after the other).
 
 RW-1B scales its ALiBi with the scores, so its slopes are the paper's divided by ``sqrt(head_dim)``. The reference class
-also rounds slope and product to bfloat16, whereby the bias of a distance depends on where it stands; ours does not.
+with ``attn_implementation="eager"`` adds the bias twice, once in the mask that it makes and once to the scores, and so
+computes slopes twice as steep (about 9% off): its backends differ, which breaks the law. Ours is its "sdpa". Both round
+slope and product to bfloat16, whereby the bias of a distance depends on where it stands; ours does not.
 """
 
 from functools import partial

@@ -78,7 +78,13 @@ class Task:
 
     def write(self, name: str, spec: ModelSpec, written: dict[str, Any]) -> dict[str, Any]:
         dropout = {} if self.dropout is None else {_DROPOUT: _numbers(spec)[1]}
-        return {**written, "architectures": [name], **labels(spec), **dropout}
+        # Without a head there is nothing to tie: the file is silent, which the reference takes for its default.
+        said = {
+            key: value
+            for key, value in written.items()
+            if spec.encoder or (key, value) != ("tie_word_embeddings", False)
+        }
+        return {**said, "architectures": [name], **labels(spec), **dropout}
 
     def layout(self, inner: Layout) -> Layout:
         there, here = self.prefix

@@ -37,6 +37,7 @@ class Model(Part):
 
     ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, and
     ``stored_dtypes`` says what is given back in another dtype than the parameter has: by name, as stored and as loaded.
+    ``kept``: keys of its configuration that say nothing of this model, but of others made of it.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 
@@ -52,6 +53,7 @@ class Model(Part):
         self.stored_dtype: str | None = None
         self.stored_dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         self.family: str | None = None
+        self.kept: dict[str, Any] = {}
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):
