@@ -118,5 +118,6 @@ def test_tied_is_another_model(tmp_path: Path) -> None:
 def test_tied_in_part_is_not_said(tmp_path: Path) -> None:
     spec = family("transformer2017").cases()[0]
     model = phylon.build(spec.replace(ties=spec.ties[:1]), device="cpu")
+    model.family = "transformer2017"
     with pytest.raises(phylon.UserError, match="all together or not at all"):
         phylon.save(model, tmp_path / "a", format="hf")

@@ -27,7 +27,7 @@ def write_tied(spec: ModelSpec) -> dict[str, Any]:
     """The key that says so, or a refusal of anything between."""
     whole = {TIED_TARGET, TIED_HEAD} if spec.heads else {TIED_TARGET}
     if set(spec.ties) not in (whole, set()):
-        raise UserError("this format ties source, target and head all together or not at all")
+        raise UserError("source, target and head are tied all together or not at all in this format")
     return {"tie_word_embeddings": bool(spec.ties)}
 
 
