@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import phylon
 from phylon.cli import errors
+from phylon.cli.verify import page
+from phylon.model.build import DTYPES
+from phylon.model.passes import Lora
 
 
 @pytest.fixture
@@ -281,3 +285,40 @@ def test_errors_of_the_machine(error: Exception, words: str, capsys: pytest.Capt
     line = capsys.readouterr().err
     assert words in line
     assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", [99999999999999999999999, -1])
+def test_a_seed_that_no_generator_takes(
+    seed: int, fails: Callable[..., str], train_fails: Callable[..., str], model_folder: Path
+) -> None:
+    assert "seed must be " in fails("verify", model_folder, "--seed", seed, "--reference", "none", "--device", "cpu")
+    assert "run.seed must be " in train_fails(f"run.seed={seed}")
+    for make in (lambda: phylon.build("tinygpt", seed=seed, device="cpu"), lambda: Lora(seed=seed)):
+        with pytest.raises(phylon.UserError, match="seed must be"):
+            make()
+
+
+def test_any_seed_of_a_text(run: Callable, model_folder: Path) -> None:
+    for seed in (99999999999999999999999, -1):
+        words = ("--prompt", "ab", "--max-new-tokens", 2, "--seed", seed, "--device", "cpu")
+        assert run("generate", model_folder, *words).code == 0
+
+
+def test_an_empty_name(fails: Callable[..., str]) -> None:
+    assert "the name of the model is empty" in fails("verify", "")
+
+
+def test_help_names_every_dtype(run: Callable) -> None:
+    said = " ".join(run("verify", "--help").out.split())
+    assert all(name in said for name in DTYPES)
+
+
+def test_verify_says_what_it_ran_and_against_what() -> None:
+    cell = {"name": "batching", "passed": True, "error": None, "bound": None, "reason": None}
+    data = {"model": "m", "dtype": "float32", "passed": True, "cells": [cell]}
+    images = page(data | {"inputs": "images", "lengths": [17, 17, 17]})
+    assert "m: float32, 3 images of 17 tokens each\n" in images
+    assert "Reference" not in images
+    texts = page(data | {"inputs": "texts", "lengths": [24, 8, 16], "reference": "X of Y, attention 'sdpa'"})
+    assert "3 texts of 24, 8, 16 tokens\n" in texts
+    assert "\nReference: X of Y, attention 'sdpa'\n" in texts

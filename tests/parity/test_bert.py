@@ -149,7 +149,6 @@ def test_refusals(tmp_path: Path) -> None:
     refuses(tmp_path / "a", config, {"is_decoder": True}, "'is_decoder' is True.*encoder")
     refuses(tmp_path / "b", config, {"position_embedding_type": "relative_key"}, "position_embedding_type")
     refuses(tmp_path / "c", config, {"architectures": ["BertForMasked"]}, "did you mean 'BertForMaskedLM'")
-    refuses(tmp_path / "d", config, {"tie_word_embeddings": False}, "shares the embedding")
     refuses(tmp_path / "e", config, {"new_key": 1}, "not understood.*'new_key'")
     refuses(tmp_path / "f", config, {"num_attention_heads": 5}, "no multiple")
     refuses(tmp_path / "g", config, {"hidden_size": REMOVED}, "lacks 'hidden_size'")

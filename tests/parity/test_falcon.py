@@ -9,6 +9,7 @@ import phylon
 from parity.decoders import VOCAB, check, close, drawn, reference_logits, refuses, tokens_of, transformers
 from phylon.families.base import Config
 from phylon.families.falcon import read_config
+from phylon.hub.reference import transformers_reference
 
 NEW = {"new_decoder_architecture": True, "num_attention_heads": 4, "num_kv_heads": 2}
 RW = {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True, "num_attention_heads": 4}
@@ -36,9 +37,10 @@ def test_parity(name: str, tmp_path: Path) -> None:
     check(build(**CONFIGS[name]), tmp_path, attn="sdpa" if CONFIGS[name].get("alibi") else "eager")
 
 
-def test_reference_adds_alibi_twice_when_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_heads", [3, 4])
+def test_reference_adds_alibi_twice_when_eager(n_heads: int, tmp_path: Path) -> None:
     """The law the reference breaks: its backends differ. Its eager logits are those of slopes twice as steep."""
-    reference = drawn(build(**RW, attn_implementation="eager"))
+    reference = drawn(build(**(RW | {"num_attention_heads": n_heads}), attn_implementation="eager"))
     reference.save_pretrained(tmp_path)
     ours = phylon.load(tmp_path, device="cpu")
     alibi = ours.spec.decoder.blocks[0].op("attn").score_bias
@@ -48,7 +50,11 @@ def test_reference_adds_alibi_twice_when_eager(tmp_path: Path) -> None:
     steep = phylon.build(doubled, device="cpu").eval()
     steep.load_state_dict(ours.state_dict())
     with torch.no_grad():
-        close(steep(tokens_of()).logits, reference_logits(reference, tokens_of(), positions=True))
+        theirs = reference_logits(reference, tokens_of(), positions=True)
+        close(steep(tokens_of()).logits, theirs)
+        # The control: it is not what the configuration says, nor what its other backend computes.
+        assert float((ours(tokens_of()).logits - theirs).abs().max()) > 0.01 * float(theirs.abs().max())
+    assert "attention 'sdpa'" in transformers_reference(tmp_path).about
 
 
 def test_alibi_is_not_rounded(tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from phylon.families import family, preset
 from phylon.families.transformer2017 import transformer2017_spec
-from phylon.hub import save
+from phylon.hub import load, save
 from phylon.spec import UserError
 
 from .encoders import golden, refuses
@@ -57,6 +58,30 @@ def test_reference_to_ours(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_ours_to_reference(number: int, tmp_path: Path) -> None:
     ours_saved(family("transformer2017").cases()[number], hf.MarianMTModel, tmp_path)
+
+
+def test_stored_sinusoids_must_be_the_computed_ones(tmp_path: Path) -> None:
+    """Older files hold them, and the reference computes with what it reads; they come back where they were."""
+    reference = hf.MarianMTModel(hf.MarianConfig(**SIZES))
+    reference.save_pretrained(tmp_path / "a")
+    path = tmp_path / "a/model.safetensors"
+    tables = {
+        f"model.{stack}.embed_positions.weight": reference.get_parameter(f"model.{stack}.embed_positions.weight").data
+        for stack in ("encoder", "decoder")
+    }
+    tensors = load_file(path)
+    assert not tables.keys() & tensors.keys()
+    save(load(tmp_path / "a", device="cpu"), tmp_path / "without", format="hf")
+    assert load_file(tmp_path / "without/model.safetensors").keys() == tensors.keys()
+    save_file(tensors | {name: table.clone() for name, table in tables.items()}, path)
+    save(load(tmp_path / "a", device="cpu"), tmp_path / "with", format="hf")
+    again = load_file(tmp_path / "with/model.safetensors")
+    assert_close(torch.stack([again[name] for name in tables]), torch.stack(list(tables.values())))
+    for name, table in tables.items():
+        for wrong in (table * 1.1, table.roll(1, 0), table[:-1].clone()):
+            save_file(tensors | {name: wrong}, path)
+            with pytest.raises(UserError, match=r"embed_positions\.weight' is not what the configuration gives"):
+                load(tmp_path / "a", device="cpu")
 
 
 def test_golden_counts() -> None:

@@ -2,12 +2,15 @@
 
 from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
-from phylon.checkpoint.mapping import Layout, LoadPlan, StoredDtypes, identity, stored_dtypes
+from phylon.checkpoint.mapping import Layout, LoadPlan, PrefixError, StoredDtypes, identity, stored_dtypes
 from phylon.checkpoint.rules import (
+    Checked,
     Computed,
     Concat,
     Constant,
+    Copied,
     Drop,
+    Fallback,
     Fused,
     PermuteRotary,
     Rename,
@@ -23,15 +26,19 @@ from phylon.checkpoint.safetensors_io import open_safetensors, write_safetensors
 from phylon.checkpoint.source import MemorySource, TensorInfo, TensorSource
 
 __all__ = [
+    "Checked",
     "Computed",
     "Concat",
     "Constant",
+    "Copied",
     "Drop",
+    "Fallback",
     "Fused",
     "Layout",
     "LoadPlan",
     "MemorySource",
     "PermuteRotary",
+    "PrefixError",
     "Rename",
     "Reshaped",
     "Rule",

@@ -14,12 +14,14 @@ from functools import lru_cache, reduce
 import torch
 
 from phylon.checkpoint.files import quoted
-from phylon.checkpoint.rules import Computed, Constant, Drop, Rename, Rule, Shape, Tied
+from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Fallback, Rename, Rule, Shape, Tied
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
+
+AnyRule = Rule | Drop | Constant | Computed | Copied
 
 StoredDtypes = dict[str, tuple[torch.dtype, torch.dtype]]
 """By a tensor's name, ours or foreign: the dtype it was stored in, and the one it was loaded in."""
@@ -45,6 +47,10 @@ class LoadPlan:
     dtypes: Mapping[str, int]
 
 
+class PrefixError(UserError):
+    """A misfit that a prefix of the names explains."""
+
+
 @dataclass
 class _Findings:
     missing: list[str] = field(default_factory=list)
@@ -59,23 +65,23 @@ class Layout:
     BERT's ``bert.``). The rules name it; where no key of a file has it, it is not asked for. It is always written.
     """
 
-    def __init__(self, rules: Iterable[Rule | Drop | Constant | Computed], optional_prefix: str = ""):
+    def __init__(self, rules: Iterable[AnyRule], optional_prefix: str = ""):
         self._every = every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
         self._computed = [rule for rule in every if isinstance(rule, Computed)]
         self._drops += [(_regex(r.theirs), Drop(r.theirs, "computed from the configuration")) for r in self._computed]
+        self._copies = [rule for rule in every if isinstance(rule, Copied)]
+        self._drops += [(_regex(r.theirs), Drop(r.theirs, "kept and not read by its own code")) for r in self._copies]
         self._prefix = optional_prefix
         self._parts = [
             (_regex(name), number, k) for number, rule in enumerate(self.rules) for k, name in enumerate(rule.our_names)
         ]
 
-    def without_heads(
-        self, rename: Callable[[str], str], more: Iterable[Rule | Drop | Constant | Computed] = ()
-    ) -> "Layout":
+    def without_heads(self, rename: Callable[[str], str], more: Iterable[AnyRule] = ()) -> "Layout":
         """The rules of the stacks, their foreign names changed by ``rename``, and ``more``; nothing of the heads."""
-        kept: list[Rule | Drop | Constant | Computed] = []
+        kept: list[AnyRule] = []
         for rule in self._every:
             ours = (
                 () if isinstance(rule, Drop | Computed) else rule.our_names if isinstance(rule, Rule) else (rule.ours,)
@@ -83,6 +89,8 @@ class Layout:
             if any(name.startswith("heads.") for name in ours):
                 continue
             kept.append(rule if isinstance(rule, Constant) else replace(rule, theirs=rename(rule.theirs)))
+            if isinstance(rule, Fallback):
+                kept[-1] = Fallback(rename(rule.theirs), rule.ours, rename(rule.other))
             if isinstance(rule, Tied):
                 kept[-1] = Tied(rename(rule.theirs), rule.ours, tuple(rename(name) for name in rule.aliases))
         prefix = rename(self._prefix) if self._prefix else ""
@@ -119,6 +127,9 @@ class Layout:
             for name, shape in move.foreign:
                 options = (name, *move.aliases)
                 there = [n for n in (self._stripped(n, bare) for n in options) if n in theirs]
+                if not there and isinstance(move.rule, Fallback) and self._stripped(move.rule.other, bare) in theirs:
+                    names.append(self._stripped(move.rule.other, bare))
+                    continue
                 if not there:
                     found.missing.append(self._stripped(name, bare))
                 for option in there:
@@ -137,7 +148,8 @@ class Layout:
                 else:
                     dropped.append((name, reason))
         if found.missing or found.unexpected or found.misshaped:
-            raise UserError(f"{where} does not fit the model: {_explain(found, theirs)}")
+            kind, said = _explain(found, theirs)
+            raise kind(f"{where} does not fit the model: {said}")
         dtypes = Counter(info.dtype for info in theirs.values())
         return LoadPlan(tuple(chosen), tuple(constants), tuple(dropped), dtypes)
 
@@ -180,7 +192,9 @@ class Layout:
         for name, value in constants:
             if not bool((ours[name] == value).all()):
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
-        return Unmapped(moves, ours, self._computed, stored or {})
+        stored = stored or {}
+        computed = [rule for rule in self._computed if not isinstance(rule, Checked) or rule.theirs in stored]
+        return Unmapped(moves, ours, computed, self._copies, stored)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -228,7 +242,10 @@ class Layout:
                     stored.float(), made.float(), rtol=0.0, atol=1e-3 + rounding
                 )
                 if not near:
-                    raise UserError(f"{quoted(name)} is not what the configuration gives, and it would be passed over")
+                    raise UserError(
+                        f"{quoted(name)} is not what the configuration gives, and it would be passed over: correct "
+                        "the configuration, or remove that tensor"
+                    )
 
     def _drop_reason(self, name: str, bare: bool) -> str | None:
         options = (name, self._prefix + name) if bare else (name,)
@@ -248,7 +265,7 @@ def stored_dtypes(plan: LoadPlan, source: TensorSource, params: Mapping[str, tor
         known |= dict.fromkeys(move.ours, (reduce(torch.promote_types, plain), loaded))
     for name, _ in plan.dropped:
         kind = DTYPES.get(source.tensors[name].dtype)
-        if kind is not None and kind != torch.float32:
+        if kind is not None:
             known[name] = (kind, torch.float32)  # what is computed, if it is, is made in fp32
     return known
 
@@ -270,12 +287,14 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
         moves: Sequence[Move],
         ours: Mapping[str, torch.Tensor],
         computed: Sequence[Computed],
+        copies: Sequence[Copied],
         stored: StoredDtypes,
     ):
         self._moves, self._ours, self._computed, self._stored = moves, ours, computed, stored
+        self._copies = [rule for rule in copies if rule.ours in ours]
 
     def __len__(self) -> int:
-        return sum(len(move.foreign) for move in self._moves) + len(self._computed)
+        return sum(len(move.foreign) for move in self._moves) + len(self._computed) + len(self._copies)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for move in self._moves:
@@ -283,6 +302,8 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
             for which, (name, _) in enumerate(move.foreign):
                 known = [self._stored.get(n) for n in ((name,) if name in self._stored else move.ours)]
                 yield name, _as_stored(move.rule.give(tensors, which), known)
+        for copy in self._copies:
+            yield copy.theirs, _as_stored(self._ours[copy.ours].detach(), [self._stored.get(copy.ours)])
         for rule in self._computed:
             made = rule.make()
             yield rule.theirs, made.to(self._stored.get(rule.theirs, (made.dtype, made.dtype))[0])
@@ -313,20 +334,20 @@ def _some(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(map(quoted, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> str:
+def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> tuple[type[UserError], str]:
     """One line for everything that is wrong; the prefix first, because it explains the rest."""
     if not theirs:
-        return f"it holds no tensors; {_some(found.missing)} were expected"
+        return UserError, f"it holds no tensors; {_some(found.missing)} were expected"
     extra = _prefix(found.unexpected, set(found.missing))
     if extra:
         share = "every key is" if all(n.startswith(extra) for n in theirs) else "many keys are"
-        return (
+        return PrefixError, (
             f"{share} prefixed {quoted(extra)}; strip the prefix, so that "
             f"{quoted(found.missing[0])} and the others are found"
         )
     lacking = _prefix(found.missing, set(found.unexpected))
     if lacking:
-        return f"its keys lack the prefix {quoted(lacking)}; {_some(found.missing, 1)} was expected"
+        return PrefixError, f"its keys lack the prefix {quoted(lacking)}; {_some(found.missing, 1)} was expected"
     parts = []
     if found.missing:
         parts.append(f"{len(found.missing)} missing ({_some(found.missing)})")
@@ -335,7 +356,7 @@ def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> str:
     if found.misshaped:
         more = f" and {len(found.misshaped) - 2} more" if len(found.misshaped) > 2 else ""
         parts.append(f"{len(found.misshaped)} of another shape ({'; '.join(found.misshaped[:2])}{more})")
-    return ", ".join(parts)
+    return UserError, ", ".join(parts)
 
 
 def _prefix(longer: Sequence[str], wanted: set[str]) -> str:
@@ -354,7 +375,8 @@ def _check_kind(info: TensorInfo, param: torch.Tensor) -> None:
     real = stored is None or stored.is_floating_point
     if real != param.is_floating_point():
         raise UserError(
-            f"{quoted(info.name)} is stored as {info.dtype} and the model has {param.dtype}: not the same kind"
+            f"{quoted(info.name)} is stored as {info.dtype} and the model has {param.dtype}, which is another kind of "
+            f"number: store it as {'F32' if param.is_floating_point() else 'I64'}"
         )
 
 

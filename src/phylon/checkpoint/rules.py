@@ -6,8 +6,8 @@ is read off our names, so one rule serves every block of a stack, and an absent 
 
 What a layout may do to a tensor: move it (`Rename`), turn it over (`Transpose`), join several of ours row by row
 (`Fused`, usually through `Concat`, `PermuteRotary` or the rows that `interleaved` and `rotary_rows` give), keep a stack
-apart (`Stack`), store it under several names (`Tied`), or whatever else a pair of pure functions can undo (`Reshaped`).
-`Drop`, `Constant` and `Computed` say what only one side has.
+apart (`Stack`), store it under several names (`Tied`) or else another (`Fallback`), or whatever else a pair of pure
+functions can undo (`Reshaped`). `Drop`, `Copied`, `Constant`, `Computed` and `Checked` say what only one side has.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,6 +88,14 @@ class Tied(Rule):
     @property
     def aliases(self) -> tuple[str, ...]:
         return (self.others,) if isinstance(self.others, str) else self.others
+
+
+@dataclass(frozen=True)
+class Fallback(Rule):
+    """One parameter stored as ``theirs``; in files that lack it ``other`` holds it, perhaps for several at once."""
+
+    ours: str
+    other: str
 
 
 @dataclass(frozen=True)
@@ -189,6 +197,14 @@ class Drop:
 
 
 @dataclass(frozen=True)
+class Copied:
+    """A foreign tensor that its own code keeps and never reads: passed over, and written as a copy of ``ours``."""
+
+    theirs: str
+    ours: str
+
+
+@dataclass(frozen=True)
 class Constant:
     """A tensor of ours that the format does not store, because it always holds ``value`` there."""
 
@@ -202,6 +218,11 @@ class Computed:
 
     theirs: str
     make: Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Checked(Computed):
+    """A computed tensor that files may leave out: it is given back where it came from a file, else not written."""
 
 
 def Concat(theirs: str, ours: tuple[str, ...], sizes: Sequence[int], dim: int = 0, transpose: bool = False) -> Fused:

@@ -24,7 +24,7 @@ from phylon.checkpoint.law import (
 from phylon.checkpoint.verify_images import Images, verify_images
 from phylon.model import Model
 from phylon.spec.base import Mixer
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_seed
 
 
 def verify(model: Model, *, reference: Reference | None = None, length: int | None = None, seed: int = 0) -> Report:
@@ -39,6 +39,7 @@ def verify(model: Model, *, reference: Reference | None = None, length: int | No
     Raises:
         UserError: the model reads neither tokens nor images, or ``length`` is given for images.
     """
+    check_seed("seed", seed)
     was_training = model.training
     model.eval()
     try:

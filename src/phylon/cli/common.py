@@ -21,7 +21,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on sta
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="float32, bfloat16 or float16.", show_default="as stored, float32 if quantised"),
+    typer.Option(
+        metavar="NAME", help="float32, bfloat16, float16 or float64.", show_default="as stored, float32 if quantised"
+    ),
 ]
 
 

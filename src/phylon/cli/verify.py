@@ -45,7 +45,8 @@ def verify(
     report = run(loaded, reference=other, length=length, seed=seed)
     if reason is not None:
         report.cells.append(Cell(name="reference", passed=None, reason=reason))
-    data = {"model": model} | report.to_data()
+    about = getattr(other, "about", None)
+    data = {"model": model} | report.to_data() | ({} if about is None else {"reference": about})
     print_json(data) if as_json else print(page(data))
     if not report.passed:
         raise typer.Exit(FAILED)
@@ -54,7 +55,9 @@ def verify(
 def page(data: dict[str, Any]) -> str:
     """A line a cell, and the verdict."""
     width = max(30, *(len(cell["name"]) + 2 for cell in data["cells"]))
-    lines = [f"{data['model']}: {data['dtype']}, {data['inputs']} of {', '.join(map(str, data['lengths']))} tokens", ""]
+    lengths = sorted(set(data["lengths"]), key=data["lengths"].index)
+    count = f"{len(data['lengths'])} {data['inputs']} of {', '.join(map(str, lengths))} tokens"
+    lines = [f"{data['model']}: {data['dtype']}, {count}{' each' if len(lengths) == 1 else ''}", ""]
     for cell in data["cells"]:
         mark = {True: "ok", False: "FAILED", None: "-"}[cell["passed"]]
         figures = "" if cell["error"] is None else f"error {cell['error']:.1e}"
@@ -62,6 +65,7 @@ def page(data: dict[str, Any]) -> str:
         lines.append(
             f"  {cell['name']:<{width}}{mark:<8}{figures}{'  ' * bool(figures)}{cell['reason'] or ''}".rstrip()
         )
+    lines += ["", f"Reference: {data['reference']}"] if "reference" in data else []
     failed = [cell["name"] for cell in data["cells"] if cell["passed"] is False]
     verdict = f"fails: {', '.join(failed)}" if failed else "holds" if data["passed"] else "nothing applied"
     return "\n".join([*lines, "", SCOPE, verdict])

@@ -10,90 +10,12 @@ from torch import Tensor
 from phylon.checkpoint import Layout
 from phylon.checkpoint.files import quoted
 from phylon.checkpoint.source import TensorSource
+from phylon.families.neutral import CHECKED, NEUTRAL, refusal, shown
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 
 _MISSING = object()
 MOST = 1e12
-
-# Keys of a config.json that say nothing about the maths: bookkeeping, training-only and task defaults. Special ids are
-# read apart, as generation defaults.
-_NEUTRAL = frozenset(
-    [
-        "_name_or_path",
-        "_attn_implementation",
-        "_attn_implementation_autoset",
-        "architectures",
-        "model_type",
-        "transformers_version",
-        "torch_dtype",
-        "dtype",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "unk_token_id",
-        "sep_token_id",
-        "cls_token_id",
-        "decoder_start_token_id",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "initializer_range",
-        "initializer_factor",
-        "gradient_checkpointing",
-        "pretraining_tp",
-        "task_specific_params",
-        "return_dict",
-        "return_dict_in_generate",
-        "output_attentions",
-        "output_hidden_states",
-        "output_scores",
-        "torchscript",
-        "use_bfloat16",
-        "problem_type",
-        "id2label",
-        "label2id",
-        "num_labels",
-        "prefix",
-        "finetuning_task",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
-        "remove_invalid_values",
-        "tokenizer_class",
-        "prune_heads",
-        "pruned_heads",
-        "chunk_size_feed_forward",
-        "is_encoder_decoder",
-        "tf_legacy_loss",
-        "tie_encoder_decoder",
-        "predict_special_tokens",
-        "output_past",
-        "_num_labels",
-        "attn_implementation",
-        "_flash_attn_2_enabled",
-        "unsloth_fixed",
-        "unsloth_version",
-        "transformers.js_config",
-    ]
-)
 
 _NO_IMAGES = "its text is read beside images, which no family computes"
 _ROUTER = "its router exists (norm_topk_prob says which of two), but no family file says it with the names of this one"
@@ -114,12 +36,6 @@ _LACKING = {
     "wav2vec2": "its encoder embeds audio frames, which is no mechanism here",
     "clip": "its two towers are compared with each other, which is no head here",
 }
-
-
-def shown(value: Any) -> str:
-    """A value out of a file, fit for one line."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _quoted_values(message: str) -> list[tuple[str, str]]:
@@ -145,6 +61,12 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether ``value`` is of a kind; true and false are no numbers."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
+
+
 class Config:
     """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
 
@@ -155,10 +77,13 @@ class Config:
         stored: Callable[[], Collection[str] | None] | None = None,
     ) -> None:
         self._data = dict(data)
-        self._left = set(data) - _NEUTRAL
+        self._left = set(data) - NEUTRAL - CHECKED
         self._stored = stored
         self._taken: list[tuple[str, Any]] = []
         self.where = where
+        refused = refusal(data)
+        if refused is not None:
+            raise UserError(f"{where}: {refused}")
 
     def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
         """The same file with other values of some keys, and without those that are understood already."""
@@ -178,14 +103,19 @@ class Config:
         return key in self._data
 
     def take(self, key: str, default: Any = _MISSING, kind: type | tuple[type, ...] | None = None) -> Any:
-        """The value of ``key``; a one-line error where it is missing or of the wrong kind."""
+        """The value of ``key``; a one-line error where it is missing or of the wrong kind.
+
+        Null is no value: it stands for the default only where that is null too, or "no", which is how it is read.
+        """
         self._left.discard(key)
         value = self._data.get(key, _MISSING)
         if value is _MISSING or (value is None and default is not _MISSING):
             if default is _MISSING:
                 raise UserError(f"{self.where} lacks '{key}'")
+            if value is None and default is not None and default is not False:
+                raise self._null(key, default)
             return default
-        if kind is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if kind is not None and not _is(value, kind):
             wanted = kind.__name__ if isinstance(kind, type) else " or ".join(k.__name__ for k in kind)
             raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(value)}")
         if isinstance(value, str) and (len(value) > 100 or not value.isprintable()):
@@ -229,9 +159,16 @@ class Config:
 
     def expect(self, key: str, *allowed: Any, why: str) -> None:
         """Refuse a value that changes the maths in a way this family does not compute."""
-        value = self.take(key, allowed[0])
-        if value not in allowed:
+        if key in self and self._data[key] is None and None not in allowed and allowed[0] is not False:
+            raise self._null(key, allowed[0])
+        value = self.take(key, None)
+        if value is not None and not any(
+            value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed
+        ):
             raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is not supported: {why}")
+
+    def _null(self, key: str, default: Any) -> UserError:
+        return UserError(f"{self.where}: '{key}' is null; give its value, or remove it for {shown(default)}")
 
     def ignore(self, *keys: str) -> None:
         """Keys that do not change the maths of a forward pass."""

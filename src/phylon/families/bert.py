@@ -6,7 +6,7 @@ The heads follow the architecture that a checkpoint names; a bare model has the 
 from functools import partial
 from typing import Any
 
-from phylon.checkpoint import Drop, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Copied, Drop, Layout, Rename, Rule
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, embed_of, hf_activation, op_of, part
 from phylon.families.encoder import (
@@ -14,9 +14,9 @@ from phylon.families.encoder import (
     TASKS,
     bare_layout,
     bert_rules,
-    embedding_rule,
+    bias_rules,
+    embedding_rules,
     encoder_of,
-    expect_tied,
     head_dropout,
     is_bare,
     labels,
@@ -25,9 +25,11 @@ from phylon.families.encoder import (
     pooler_rules,
     post_norm_encoder,
     read_task,
+    read_tied,
     refuse_decoder,
     task_heads,
     task_of,
+    write_tied,
 )
 from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -55,11 +57,15 @@ def bert_spec(
     attention_dropout: float = 0.0,
     dropout: float = 0.0,
     heads: tuple[str, ...] = ("pooled",),
+    tied: bool = True,
     n_classes: int = 2,
     head_dropout: float | None = None,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A BERT-style encoder; ``d_ff`` is 4 D. ``heads``: pooled, mlm, nsp, class, choice, token, span, or none."""
+    """A BERT-style encoder; ``d_ff`` is 4 D. ``heads``: pooled, mlm, nsp, class, choice, token, span, or none.
+
+    ``tied``: the mlm head is the embedding.
+    """
     norm = LayerNorm(eps=eps)
     return post_norm_encoder(
         embed=TokenEmbed(
@@ -85,6 +91,7 @@ def bert_spec(
         attention_drop=dropout,
         ffn_drop=dropout,
         max_seq_len=max_seq_len,
+        tied=tied,
         init=init,
     )
 
@@ -101,7 +108,6 @@ def read_config(config: Config) -> ModelSpec:
     with_pooler = config.take("add_pooling_layer", None, bool)
     if heads == ("pooled",) and not (config.stores("pooler.", True) if with_pooler is None else with_pooler):
         heads = ()
-    expect_tied(config, heads)
     spec = bert_spec(
         d_model=config.size("hidden_size"),
         n_layers=config.depth("num_hidden_layers"),
@@ -115,6 +121,7 @@ def read_config(config: Config) -> ModelSpec:
         attention_dropout=config.number("attention_probs_dropout_prob", 0.1),
         dropout=config.number("hidden_dropout_prob", 0.1),
         heads=heads,
+        tied=read_tied(config),
         n_classes=n_classes_of(config),
         head_dropout=config.take("classifier_dropout", None, (int, float)),
     )
@@ -150,16 +157,17 @@ def common_config(spec: ModelSpec) -> dict[str, Any]:
         "hidden_dropout_prob": embed.dropout,
         "classifier_dropout": head_dropout(spec),
         **labels(spec),
+        **write_tied(spec),
     }
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
     prefix = "" if is_bare(spec) else "bert."
-    rules: list[Rule | Drop] = [
+    rules: list[Rule | Drop | Copied] = [
         *bert_rules(spec, prefix),
         *pooler_rules(spec, prefix, POOLING),
-        embedding_rule(spec, prefix + "embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-        Tied("cls.predictions.bias", "heads.mlm.proj.bias", "cls.predictions.decoder.bias"),
+        *embedding_rules(spec, prefix + "embeddings.word_embeddings.weight", "cls.predictions.decoder"),
+        *bias_rules(spec, "cls.predictions.bias", "cls.predictions.decoder"),
         Rename("cls.predictions.transform.dense.{p}", "heads.mlm.dense.{p}"),
         *norm_rules("cls.predictions.transform.LayerNorm", "heads.mlm.norm"),
         Rename("cls.seq_relationship.{p}", "heads.nsp.proj.{p}"),

@@ -8,17 +8,18 @@ from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, embed_of, hf_activation, op_of, part
 from phylon.families.encoder import (
     bare_layout,
-    embedding_rule,
+    embedding_rules,
     encoder_of,
-    expect_tied,
     head_dropout,
     is_bare,
     labels,
     n_classes_of,
     post_norm_encoder,
     read_task,
+    read_tied,
     task_heads,
     task_of,
+    write_tied,
 )
 from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -53,11 +54,15 @@ def distilbert_spec(
     attention_dropout: float = 0.0,
     dropout: float = 0.0,
     heads: tuple[str, ...] = (),
+    tied: bool = True,
     n_classes: int = 2,
     head_dropout: float = 0.0,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A DistilBERT-style encoder; ``d_ff`` is 4 D. ``heads``: mlm, class, choice, token, span, or none."""
+    """A DistilBERT-style encoder; ``d_ff`` is 4 D. ``heads``: mlm, class, choice, token, span, or none.
+
+    ``tied``: the mlm head is the embedding.
+    """
     norm = LayerNorm(eps=1e-12)
     positions = LearnedPositions(max_seq_len=max_seq_len)
     return post_norm_encoder(
@@ -81,6 +86,7 @@ def distilbert_spec(
         attention_drop=0.0,
         ffn_drop=dropout,
         max_seq_len=max_seq_len,
+        tied=tied,
         init=init,
     )
 
@@ -88,9 +94,8 @@ def distilbert_spec(
 def read_config(config: Config) -> ModelSpec:
     # Sinusoids would only be where the stored table of positions starts from.
     config.ignore("sinusoidal_pos_embds")
-    config.expect("tie_weights_", True, why="the masked-LM head shares the embedding")
+    config.expect("tie_weights_", True, why="the reference has tie_word_embeddings for it, and reads no other")
     heads = read_task(config, "DistilBert", _TASKS)
-    expect_tied(config, heads)
     dropout = config.number("dropout", 0.1)
     rates = {"span": config.number("qa_dropout", 0.1), "token": dropout}
     of_classes = config.number("seq_classif_dropout", 0.2)
@@ -105,6 +110,7 @@ def read_config(config: Config) -> ModelSpec:
         attention_dropout=config.number("attention_dropout", 0.1),
         dropout=dropout,
         heads=heads,
+        tied=read_tied(config),
         n_classes=n_classes_of(config),
         head_dropout=rates.get(next(iter(heads), ""), of_classes),
     )
@@ -128,9 +134,10 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "activation": hf_activation(ffn.activation),
         "attention_dropout": attention.dropout,
         "dropout": embed.dropout,
-        "seq_classif_dropout": head_dropout(spec) or 0.0,
-        "qa_dropout": span.dropout if isinstance(span, Span) else 0.0,
+        **({"seq_classif_dropout": head_dropout(spec)} if {"class", "choice"} & set(spec.heads) else {}),
+        **({"qa_dropout": span.dropout} if isinstance(span, Span) else {}),
         **labels(spec),
+        **write_tied(spec),
     }
 
 
@@ -138,7 +145,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
     prefix = "" if is_bare(spec) else "distilbert."
     theirs, ours = prefix + "transformer.layer.{i}.", "encoder.blocks.{i}."
     rules: list[Rule | Drop] = [
-        embedding_rule(spec, prefix + "embeddings.word_embeddings.weight", "vocab_projector.weight"),
+        *embedding_rules(spec, prefix + "embeddings.word_embeddings.weight", "vocab_projector"),
         Rename(prefix + "embeddings.position_embeddings.weight", "encoder.embed.positions.weight"),
         Rename(prefix + "embeddings.LayerNorm.{p}", "encoder.embed.norm.{p}"),
         *(Rename(f"{theirs}attention.{x}_lin.{{p}}", f"{ours}attn.{x}_proj.{{p}}") for x in "qkv"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phylon.checkpoint import Computed, Drop, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Computed, Copied, Drop, Fallback, Layout, Rename, Rule, Tied
 from phylon.families.base import Config
 from phylon.families.decoder import head_width, part
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -52,9 +52,10 @@ def post_norm_encoder(
     ffn_drop: float,
     max_seq_len: int,
     rotary: Rotary | None = None,
+    tied: bool = True,
     init: Init | None = None,
 ) -> ModelSpec:
-    """Blocks of full attention and an MLP, a norm after each sum; a masked-LM head shares the embedding."""
+    """Blocks of full attention and an MLP, a norm after each sum; ``tied``: a masked-LM head is the embedding."""
     attention = Attention(
         n_heads=n_heads,
         n_kv_heads=n_heads,
@@ -70,7 +71,7 @@ def post_norm_encoder(
     return ModelSpec(
         encoder=Stack(d_model=d_model, embed=embed, blocks=(block,) * n_layers),
         heads=dict(heads),
-        ties=(TIED_MLM,) if "mlm" in heads else (),
+        ties=(TIED_MLM,) if tied and "mlm" in heads else (),
         init=init or NormalInit(std=0.02),
         max_seq_len=max_seq_len,
     )
@@ -108,8 +109,8 @@ def task_heads(
 def read_task(config: Config, prefix: str, tasks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The heads of the architecture that a config names (the bare model where it names none)."""
     known = {prefix + name: heads for name, heads in tasks.items()}
-    named = config.take("architectures", [prefix + "Model"], list)
-    name = str(named[0]) if named else prefix + "Model"
+    named = config.take("architectures", None, list) or [prefix + "Model"]
+    name = str(named[0])
     if name not in known:
         raise UserError(f"{config.where}: the architecture '{name}' is not supported{did_you_mean(name, known)}")
     return known[name]
@@ -131,11 +132,14 @@ def refuse_decoder(config: Config, name: str) -> None:
     config.expect("add_cross_attention", False, why=f"{name} is an encoder here and reads no second text")
 
 
-def expect_tied(config: Config, heads: tuple[str, ...]) -> None:
-    """Refuse a masked-LM head with a matrix of its own."""
-    if "mlm" in heads:
-        config.expect("tie_word_embeddings", True, why="the masked-LM head shares the embedding")
-    config.take("tie_word_embeddings", None)
+def read_tied(config: Config) -> bool:
+    """Whether a masked-LM head, where there is one, is the embedding."""
+    return config.take("tie_word_embeddings", True, bool)
+
+
+def write_tied(spec: ModelSpec) -> dict[str, Any]:
+    """The key that says it, of a model with such a head."""
+    return {"tie_word_embeddings": TIED_MLM in spec.ties} if "mlm" in spec.heads else {}
 
 
 def n_classes_of(config: Config) -> int:
@@ -205,10 +209,23 @@ def pooler_rules(spec: ModelSpec, prefix: str, readers: tuple[str, ...]) -> list
     return [Drop(prefix + "pooler.*", "no head of this architecture reads the pooler")]
 
 
-def embedding_rule(spec: ModelSpec, theirs: str, *heads: str) -> Rule:
-    """The embedding, stored once also where the masked-LM head shares it."""
+def embedding_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule]:
+    """The embedding, stored once also where it is the masked-LM head, whose map is called ``head``."""
     ours = "encoder.embed.tokens.weight"
-    return Tied(theirs, ours, heads) if "mlm" in spec.heads else Rename(theirs, ours)
+    if TIED_MLM in spec.ties:
+        return [Tied(theirs, ours, head + ".weight")]
+    return [Rename(theirs, ours), Rename(head + ".weight", TIED_MLM.name)]
+
+
+def bias_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule | Copied]:
+    """The bias of the masked-LM head, which stands twice: beside the map ``head``, and in it.
+
+    Without ties the reference reads the second alone; its older releases tied the two whatever was said.
+    """
+    ours, other = "heads.mlm.proj.bias", head + ".bias"
+    if TIED_MLM in spec.ties:
+        return [Tied(theirs, ours, other)]
+    return [Fallback(other, ours, theirs), Copied(theirs, ours)]
 
 
 def is_bare(spec: ModelSpec) -> bool:
@@ -216,6 +233,6 @@ def is_bare(spec: ModelSpec) -> bool:
     return set(spec.heads) <= {"pooled"}
 
 
-def bare_layout(spec: ModelSpec, rules: Iterable[Rule | Drop | Computed], prefix: str) -> Layout:
+def bare_layout(spec: ModelSpec, rules: Iterable[Rule | Drop | Computed | Copied], prefix: str) -> Layout:
     """The layout of these rules; files of the bare model lack ``prefix``."""
     return Layout(rules, optional_prefix="" if is_bare(spec) else prefix)

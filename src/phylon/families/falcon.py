@@ -5,7 +5,9 @@ parts: 7B (one key head, one norm for both branches), 40B and 180B (a key head f
 (every head its own keys, ALiBi, one branch after the other).
 
 RW-1B scales its ALiBi with the scores, so its slopes are the paper's divided by ``sqrt(head_dim)``. The reference class
-also rounds slope and product to bfloat16, whereby the bias of a distance depends on where it stands; ours does not.
+with ``attn_implementation="eager"`` adds the bias twice, once in the mask that it makes and once to the scores, and so
+computes slopes twice as steep (about 9% off): its backends differ, which breaks the law. Ours is its "sdpa". Both round
+slope and product to bfloat16, whereby the bias of a distance depends on where it stands; ours does not.
 """
 
 from functools import partial
@@ -141,7 +143,7 @@ def read_config(config: Config) -> ModelSpec:
 def _read_arrangement(config: Config, n_heads: int) -> tuple[int, str]:
     """How many key heads, and how the branches stand; the newer architecture ignores two of the older keys."""
     n_norms = config.size("num_ln_in_parallel_attn", None)
-    n_kv_heads = config.size("num_kv_heads", n_heads)
+    n_kv_heads = config.size("num_kv_heads", None) or n_heads
     multi_query = config.take("multi_query", True, bool)
     beside = config.take("parallel_attn", True, bool)
     if config.take("new_decoder_architecture", False, bool):

@@ -4,6 +4,7 @@ Black, Gao, Wang, Leahy and Biderman 2021, GPT-Neo (doi:10.5281/zenodo.5297715),
 arXiv:2005.14165, section 2.1.
 """
 
+import operator
 from functools import partial
 from typing import Any
 
@@ -115,9 +116,11 @@ def read_config(config: Config) -> ModelSpec:
 
 def _kinds(config: Config, n_layers: int) -> list[str]:
     """ "global" or "local" for every block, from ``attention_types``; ``attention_layers`` repeats it spelled out."""
-    types = config.take("attention_types", [[["global", "local"], 12]], list)
+    types = config.take("attention_types", None, list) or [[["global", "local"], 12]]
     try:
-        kinds = [kind for group, count in types for kind in list(group) * min(int(count), n_layers + 1)]
+        kinds = [kind for group, count in types for kind in list(group) * min(operator.index(count), n_layers + 1)]
+        if any(isinstance(count, bool) for _, count in types):
+            raise TypeError
     except (TypeError, ValueError):
         raise UserError(f"{config.where}: 'attention_types' must be like [[['global', 'local'], 12]]") from None
     if len(kinds) != n_layers or not set(kinds) <= {"global", "local"}:

@@ -91,7 +91,7 @@ def mpt_spec(
 
 def read_config(config: Config) -> ModelSpec:
     d_model = config.size("d_model")
-    attention = _read_attention(Config(config.take("attn_config", {}, dict), f"{config.where} attn_config"))
+    attention = _read_attention(Config(config.take("attn_config", None, dict) or {}, f"{config.where} attn_config"))
     config.expect("no_bias", True, why="MPT has no biases")
     config.expect("expansion_ratio", 4, why="the reference's feed-forwards are 4 times as wide whatever it says")
     config.expect("logit_scale", None, why=_NOT_HERE)
@@ -124,7 +124,7 @@ def _read_attention(table: Config) -> dict[str, Any]:
     table.expect("prefix_lm", False, why=_NOT_HERE)
     table.expect("qk_ln", False, why="its norm spans all heads at once, and no released MPT model uses it")
     table.expect("attn_uses_sequence_id", False, why="segments say which tokens belong together")
-    table.ignore("attn_impl")  # which kernel
+    table.expect("attn_impl", "torch", "flash", "triton", None, why="it names the kernel of the training run")
     # 0 is no limit to the reference.
     clip = table.number("clip_qkv", above=0) if table.take("clip_qkv", None, (int, float)) else None
     scale = table.number("softmax_scale", above=0) if table.take("softmax_scale", None) is not None else None

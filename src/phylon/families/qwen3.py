@@ -73,7 +73,8 @@ def qwen3_spec(
 def read_config(config: Config) -> ModelSpec:
     n_layers = config.depth("num_hidden_layers")
     local = _read_local(config, n_layers)
-    window = config.size("sliding_window", 4096)
+    # Null where windows are turned off, as every release writes it.
+    window = config.size("sliding_window", None) if "sliding_window" in config else 4096
     shared = read_shared(config, n_kv_heads=32, max_seq_len=32_768)
     if "head_dim" not in config:
         shared["head_dim"] = 128

@@ -6,7 +6,7 @@ Its positions count from the padding id + 1 in a table that keeps the rows befor
 from functools import partial
 from typing import Any
 
-from phylon.checkpoint import Drop, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Copied, Drop, Layout, Rename, Rule
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.bert import common_config
 from phylon.families.decoder import activation_name, embed_of, part
@@ -14,15 +14,16 @@ from phylon.families.encoder import (
     TASKS,
     bare_layout,
     bert_rules,
-    embedding_rule,
+    bias_rules,
+    embedding_rules,
     encoder_of,
-    expect_tied,
     is_bare,
     n_classes_of,
     norm_rules,
     pooler_rules,
     post_norm_encoder,
     read_task,
+    read_tied,
     refuse_decoder,
     task_heads,
     task_of,
@@ -55,11 +56,15 @@ def roberta_spec(
     attention_dropout: float = 0.0,
     dropout: float = 0.0,
     heads: tuple[str, ...] = ("pooled",),
+    tied: bool = True,
     n_classes: int = 2,
     head_dropout: float | None = None,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A RoBERTa-style encoder; ``d_ff`` is 4 D. ``heads``: pooled, mlm, class, choice, token, span, or none."""
+    """A RoBERTa-style encoder; ``d_ff`` is 4 D. ``heads``: pooled, mlm, class, choice, token, span, or none.
+
+    ``tied``: the mlm head is the embedding.
+    """
     norm = LayerNorm(eps=eps)
     return post_norm_encoder(
         embed=TokenEmbed(
@@ -85,6 +90,7 @@ def roberta_spec(
         attention_drop=dropout,
         ffn_drop=dropout,
         max_seq_len=max_seq_len,
+        tied=tied,
         init=init,
     )
 
@@ -96,7 +102,6 @@ def read_config(config: Config) -> ModelSpec:
     with_pooler = config.take("add_pooling_layer", None, bool)
     if heads == ("pooled",) and not (config.stores("pooler.", True) if with_pooler is None else with_pooler):
         heads = ()
-    expect_tied(config, heads)
     pad_id, rows = config.take("pad_token_id", 1, int), config.size("max_position_embeddings", 514)
     if not 0 <= pad_id < rows - 1:
         raise UserError(
@@ -116,6 +121,7 @@ def read_config(config: Config) -> ModelSpec:
         attention_dropout=config.number("attention_probs_dropout_prob", 0.1),
         dropout=config.number("hidden_dropout_prob", 0.1),
         heads=heads,
+        tied=read_tied(config),
         n_classes=n_classes_of(config),
         head_dropout=config.take("classifier_dropout", None, (int, float)),
     )
@@ -138,11 +144,11 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 
 def hf_layout(spec: ModelSpec) -> Layout:
     prefix = "" if is_bare(spec) else "roberta."
-    rules: list[Rule | Drop] = [
+    rules: list[Rule | Drop | Copied] = [
         *bert_rules(spec, prefix),
         *pooler_rules(spec, prefix, ("pooled", "choice")),
-        embedding_rule(spec, prefix + "embeddings.word_embeddings.weight", "lm_head.decoder.weight"),
-        Tied("lm_head.bias", "heads.mlm.proj.bias", "lm_head.decoder.bias"),
+        *embedding_rules(spec, prefix + "embeddings.word_embeddings.weight", "lm_head.decoder"),
+        *bias_rules(spec, "lm_head.bias", "lm_head.decoder"),
         Rename("lm_head.dense.{p}", "heads.mlm.dense.{p}"),
         *norm_rules("lm_head.layer_norm", "heads.mlm.norm"),
         Rename("classifier.dense.{p}", "heads.class.dense.{p}"),

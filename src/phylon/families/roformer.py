@@ -9,25 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phylon.checkpoint import Computed, Drop, Layout, PermuteRotary, Rename, Rule, Tied
+from phylon.checkpoint import Computed, Copied, Drop, Layout, PermuteRotary, Rename, Rule
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, embed_of, hf_activation, op_of, part
 from phylon.families.encoder import (
     TASKS,
     bare_layout,
     bert_rules,
-    embedding_rule,
+    bias_rules,
+    embedding_rules,
     encoder_of,
-    expect_tied,
     is_bare,
     labels,
     n_classes_of,
     norm_rules,
     post_norm_encoder,
     read_task,
+    read_tied,
     refuse_decoder,
     task_heads,
     task_of,
+    write_tied,
 )
 from phylon.families.sizes import sized
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -58,10 +60,14 @@ def roformer_spec(
     attention_dropout: float = 0.0,
     dropout: float = 0.0,
     heads: tuple[str, ...] = (),
+    tied: bool = True,
     n_classes: int = 2,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A RoFormer encoder; ``d_ff`` is 4 D. ``heads``: mlm, class, token, span, or none."""
+    """A RoFormer encoder; ``d_ff`` is 4 D. ``heads``: mlm, class, token, span, or none.
+
+    ``tied``: the mlm head is the embedding.
+    """
     norm = LayerNorm(eps=eps)
     return post_norm_encoder(
         embed=TokenEmbed(vocab_size=vocab_size, n_types=n_types, norm=norm, dropout=dropout),
@@ -83,6 +89,7 @@ def roformer_spec(
         ffn_drop=dropout,
         max_seq_len=max_seq_len,
         rotary=Rotary(),
+        tied=tied,
         init=init,
     )
 
@@ -91,7 +98,6 @@ def read_config(config: Config) -> ModelSpec:
     refuse_decoder(config, "RoFormer")
     config.expect("rotary_value", False, why="rotated values make the output depend on absolute positions")
     heads = read_task(config, "RoFormer", _TASKS)
-    expect_tied(config, heads)
     d_model = config.size("hidden_size")
     config.expect("embedding_size", None, d_model, why="an embedding of another width than the blocks is not computed")
     spec = roformer_spec(
@@ -107,6 +113,7 @@ def read_config(config: Config) -> ModelSpec:
         attention_dropout=config.number("attention_probs_dropout_prob", 0.1),
         dropout=config.number("hidden_dropout_prob", 0.1),
         heads=heads,
+        tied=read_tied(config),
         n_classes=n_classes_of(config),
     )
     config.finish()
@@ -133,6 +140,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "hidden_dropout_prob": embed.dropout,
         "rotary_value": False,
         **labels(spec),
+        **write_tied(spec),
     }
 
 
@@ -142,7 +150,7 @@ def hf_layout(spec: ModelSpec) -> Layout:
     prefix = "" if is_bare(spec) else "roformer."
     turned = {"query": "q", "key": "k"}
     shared = [rule for rule in bert_rules(spec, prefix) if not any(f"self.{name}." in rule.theirs for name in turned)]
-    rules: list[Rule | Drop | Computed] = [
+    rules: list[Rule | Drop | Computed | Copied] = [
         *shared,
         *(
             PermuteRotary(
@@ -154,8 +162,8 @@ def hf_layout(spec: ModelSpec) -> Layout:
             for theirs, ours in turned.items()
         ),
         Computed(prefix + "encoder.embed_positions.weight", partial(_sinusoids, spec.max_seq_len or 1, width)),
-        embedding_rule(spec, prefix + "embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-        Tied("cls.predictions.bias", "heads.mlm.proj.bias", "cls.predictions.decoder.bias"),
+        *embedding_rules(spec, prefix + "embeddings.word_embeddings.weight", "cls.predictions.decoder"),
+        *bias_rules(spec, "cls.predictions.bias", "cls.predictions.decoder"),
         Rename("cls.predictions.transform.dense.{p}", "heads.mlm.dense.{p}"),
         *norm_rules("cls.predictions.transform.LayerNorm", "heads.mlm.norm"),
         Rename("classifier.dense.{p}", "heads.class.dense.{p}"),

@@ -1,5 +1,13 @@
-"""What encoder-decoders share: one embedding for source, target and head, and the parts foreign formats ask for."""
+"""What encoder-decoders share: one embedding for source, target and head, and the parts foreign formats ask for.
 
+Where nothing is tied, the reference still keeps the shared table that nothing reads; its older releases let both stacks
+read that one.
+"""
+
+from typing import Any
+
+from phylon.checkpoint import Copied, Fallback, Rename, Rule, Tied
+from phylon.families.base import Config
 from phylon.families.decoder import part
 from phylon.layers.heads.lm import LMHead
 from phylon.model.spec import ModelSpec, Stack, Tie
@@ -8,6 +16,31 @@ from phylon.spec.errors import UserError
 EMBEDDING = "encoder.embed.tokens.weight"
 TIED_TARGET = Tie(name="decoder.embed.tokens.weight", source=EMBEDDING)
 TIED_HEAD = Tie(name="heads.lm.proj.weight", source=EMBEDDING)
+
+
+def read_tied(config: Config) -> bool:
+    """Whether source, target and head are one matrix; else each has its own."""
+    return config.take("tie_word_embeddings", True, bool)
+
+
+def write_tied(spec: ModelSpec) -> dict[str, Any]:
+    """The key that says so, or a refusal of anything between."""
+    whole = {TIED_TARGET, TIED_HEAD} if spec.heads else {TIED_TARGET}
+    if set(spec.ties) not in (whole, set()):
+        raise UserError("source, target and head are tied all together or not at all in this format")
+    return {"tie_word_embeddings": bool(spec.ties)}
+
+
+def embedding_rules(spec: ModelSpec, prefix: str, shared: str) -> list[Rule | Copied]:
+    """The embeddings and the head; ``prefix`` is that of the stacks, ``shared`` the table's name."""
+    mine = {stack: f"{prefix}{stack}.embed_tokens.weight" for stack in ("encoder", "decoder")}
+    if spec.ties:
+        return [Tied(shared, EMBEDDING, (*mine.values(), "lm_head.weight"))]
+    return [
+        *(Fallback(theirs, f"{stack}.embed.tokens.weight", shared) for stack, theirs in mine.items()),
+        Copied(shared, EMBEDDING),
+        Rename("lm_head.weight", TIED_HEAD.name),
+    ]
 
 
 def stacks_of(spec: ModelSpec) -> tuple[Stack, Stack]:
@@ -25,6 +58,6 @@ def lm_of(spec: ModelSpec) -> LMHead:
 
 
 def with_lm(spec: ModelSpec, head: LMHead) -> ModelSpec:
-    """The two stacks with a head that is their embedding."""
+    """The two stacks with a head, which is their embedding where they share one."""
     stacks_of(spec)
-    return spec.replace(heads={"lm": head}, ties=(TIED_TARGET, TIED_HEAD))
+    return spec.replace(heads={"lm": head}, ties=(TIED_TARGET, TIED_HEAD) if spec.ties else ())

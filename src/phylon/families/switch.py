@@ -7,10 +7,10 @@ training; what is more adds nothing. In evaluation nothing is dropped, which is 
 from functools import partial
 from typing import Any
 
-from phylon.checkpoint import Layout, Rename, Rule, Stack, Tied
+from phylon.checkpoint import Layout, Rename, Rule, Stack
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, hf_activation, norm_eps, op_of, part
-from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, lm_of, stacks_of, with_lm
+from phylon.families.seq2seq import embedding_rules, lm_of, read_tied, stacks_of, with_lm, write_tied
 from phylon.families.sizes import sized
 from phylon.families.t5 import BIAS, stack_rules, t5_spec
 from phylon.families.tasks import bare_format
@@ -50,11 +50,13 @@ def switch_spec(
     eps: float = 1e-6,
     activation: str = "relu",
     dropout: float = 0.0,
+    tied: bool = True,
     init: Init | None = None,
 ) -> ModelSpec:
     """A Switch Transformer: of every ``sparse_step`` blocks the second has ``n_experts`` experts, top-1.
 
-    ``decoder_sparse_step`` is that of the decoder where it differs. ``d_ff`` is 4 D.
+    ``decoder_sparse_step`` is that of the decoder where it differs. ``d_ff`` is 4 D. ``tied``: source, target and head
+    are one matrix, and the head's input is multiplied by D^-0.5.
     """
     n_decoder_layers, decoder_sparse_step = n_decoder_layers or n_layers, decoder_sparse_step or sparse_step
     spec = t5_spec(
@@ -69,7 +71,7 @@ def switch_spec(
         max_distance=max_distance,
         eps=eps,
         activation=activation,
-        head_scale=d_model**-0.5,
+        head_scale=d_model**-0.5 if tied else None,
         dropout=dropout,
         init=init,
     )
@@ -79,6 +81,7 @@ def switch_spec(
         router=SoftmaxRouter(jitter=jitter, bias=router_bias),
         dispatch=Capacity(tokens=capacity),
     )
+    spec = spec if tied else spec.replace(ties=())
     places = {"encoder": _sparse(n_layers, sparse_step), "decoder": _sparse(n_decoder_layers, decoder_sparse_step)}
     return override(spec, {f"{stack}.blocks.{i}.ffn": moe for stack, blocks in places.items() for i in blocks})
 
@@ -93,7 +96,6 @@ def _sparse(n_layers: int, step: int) -> list[int]:
 def read_config(config: Config) -> ModelSpec:
     n_layers = config.depth("num_layers")
     n_decoder_layers = config.size("num_decoder_layers", None, most=4096) or n_layers
-    config.expect("tie_word_embeddings", True, why="the reference would part all three embeddings; no release does")
     config.expect("router_dtype", "float32", why="routers run in at least fp32")
     config.expect("is_decoder", False, why="a decoder without its encoder is not read")
     config.expect("add_cross_attention", False, why="the decoder always reads the encoder")
@@ -126,6 +128,7 @@ def read_config(config: Config) -> ModelSpec:
         eps=config.number("layer_norm_epsilon", 1e-6),
         activation=activation_name(config, "dense_act_fn", "relu"),
         dropout=config.number("dropout_rate", 0.1),
+        tied=read_tied(config),
     )
     config.finish()
     return spec
@@ -149,8 +152,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     capacity = moe.dispatch.tokens if isinstance(moe.dispatch, Capacity) else None
     if capacity is None or not isinstance(moe.eval_dispatch, Dropless):
         raise UserError("a Switch config says a capacity in tokens for training, and none is kept for evaluation")
-    if TIED_HEAD not in spec.ties or lm_of(spec).scale != encoder.d_model**-0.5:
-        raise UserError("the head of a Switch Transformer is the embedding and scales its input by D^-0.5")
+    if lm_of(spec).scale != (encoder.d_model**-0.5 if spec.ties else None):
+        raise UserError("the head of a Switch Transformer scales its input by D^-0.5 where and only where it is tied")
     return {
         "architectures": ["SwitchTransformersForConditionalGeneration"],
         "model_type": "switch_transformers",
@@ -176,7 +179,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "layer_norm_epsilon": norm_eps(encoder, RMSNorm),
         "dense_act_fn": hf_activation(moe.expert.activation),
         "dropout_rate": drop_of(encoder),
-        "tie_word_embeddings": True,
+        **write_tied(spec),
     }
 
 
@@ -192,10 +195,9 @@ def _write_step(stack: StackSpec) -> tuple[int, MoE]:
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
-    shared = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight")
     return Layout(
         [
-            Tied("shared.weight", EMBEDDING, shared),
+            *embedding_rules(spec, "", "shared.weight"),
             *_sparse_rules("encoder", ("attn", "ffn")),
             *_sparse_rules("decoder", ("attn", "cross_attn", "ffn")),
         ]
@@ -214,7 +216,9 @@ def _sparse_rules(stack: str, ops: tuple[str, ...]) -> list[Rule]:
 
 def _whole(spec: ModelSpec) -> ModelSpec:
     encoder, _ = stacks_of(spec)
-    return with_lm(spec, LMHead(vocab_size=embed_of(encoder).vocab_size, scale=encoder.d_model**-0.5))
+    return with_lm(
+        spec, LMHead(vocab_size=embed_of(encoder).vocab_size, scale=encoder.d_model**-0.5 if spec.ties else None)
+    )
 
 
 def _cases() -> list[ModelSpec]:

@@ -69,15 +69,22 @@ class Task:
         if any(isinstance(head, Classify) for head in self.heads(n_classes, dropout).values()):
             n_classes = n_classes_of(config)
             # The reference falls back on the dropout of the blocks, where it is called so.
-            default = config.take("hidden_dropout", self.dropout, (int, float)) if self.dropout else self.dropout
-            dropout = float(config.take(_DROPOUT, default, (int, float)) or 0.0)
+            rates = [config.take(_DROPOUT, None, (int, float))]
+            rates += [config.take("hidden_dropout", None, (int, float))] if self.dropout else []
+            dropout = float(next((rate for rate in rates if rate is not None), self.dropout or 0.0))
         heads = self.heads(n_classes, dropout)
         spec = fmt.read(config.but({"architectures": [self.architecture]}, without=(_DROPOUT,)))
         return spec.replace(heads=heads, ties=tuple(tie for tie in spec.ties if not tie.name.startswith("heads.")))
 
     def write(self, name: str, spec: ModelSpec, written: dict[str, Any]) -> dict[str, Any]:
         dropout = {} if self.dropout is None else {_DROPOUT: _numbers(spec)[1]}
-        return {**written, "architectures": [name], **labels(spec), **dropout}
+        # Without a head there is nothing to tie: the file is silent, which the reference takes for its default.
+        said = {
+            key: value
+            for key, value in written.items()
+            if spec.encoder or (key, value) != ("tie_word_embeddings", False)
+        }
+        return {**said, "architectures": [name], **labels(spec), **dropout}
 
     def layout(self, inner: Layout) -> Layout:
         there, here = self.prefix

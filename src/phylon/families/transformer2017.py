@@ -9,10 +9,19 @@ from typing import Any
 
 import torch
 
-from phylon.checkpoint import Drop, Layout, Rename, Reshaped, Rule, Tied
+from phylon.checkpoint import Checked, Computed, Copied, Layout, Rename, Reshaped, Rule
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import activation_name, drop_of, embed_of, head_width, hf_activation, op_of, part
-from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of, with_lm
+from phylon.families.seq2seq import (
+    TIED_HEAD,
+    TIED_TARGET,
+    embedding_rules,
+    lm_of,
+    read_tied,
+    stacks_of,
+    with_lm,
+    write_tied,
+)
 from phylon.families.sizes import sized
 from phylon.families.tasks import bare_format
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -22,7 +31,7 @@ from phylon.layers.inits import NormalInit
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.mixers.cross import CrossAttention
 from phylon.layers.norms import LayerNorm
-from phylon.layers.positions.absolute import Sinusoids
+from phylon.layers.positions.absolute import Sinusoids, SinusoidsModule
 from phylon.model.spec import Block, ModelSpec, Stack, post_norm
 from phylon.patterns import Causal, Full
 from phylon.spec.base import Init, Op
@@ -45,12 +54,16 @@ def transformer2017_spec(
     scaled_embedding: bool = True,
     activation: str = "relu",
     head_bias: bool = False,
+    tied: bool = True,
     attention_dropout: float = 0.0,
     activation_dropout: float = 0.0,
     dropout: float = 0.0,
     init: Init | None = None,
 ) -> ModelSpec:
-    """An encoder-decoder as of 2017; ``d_ff`` is 4 D. The decoder is as deep and wide as the encoder unless said."""
+    """An encoder-decoder as of 2017; ``d_ff`` is 4 D. The decoder is as deep and wide as the encoder unless said.
+
+    ``tied``: source, target and head are one matrix.
+    """
     norm = LayerNorm()
     embed = TokenEmbed(
         vocab_size=vocab_size,
@@ -85,7 +98,7 @@ def transformer2017_spec(
         encoder=stack(n_layers, attention(n_heads, Full()), ffn(d_ff)),
         decoder=stack(n_decoder_layers or n_layers, attention(heads, Causal()), cross, ffn(d_ff_decoder or d_ff)),
         heads={"lm": LMHead(vocab_size=vocab_size, bias=head_bias)},
-        ties=(TIED_TARGET, TIED_HEAD),
+        ties=(TIED_TARGET, TIED_HEAD) if tied else (),
         # The scaled embedding enters with variance 1, and so do the logits of the shared head.
         init=init or NormalInit(std=d_model**-0.5),
         max_seq_len=max_seq_len,
@@ -93,7 +106,7 @@ def transformer2017_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    named = config.take("architectures", ["MarianMTModel"], list)
+    named = config.take("architectures", None, list) or ["MarianMTModel"]
     if named[:1] != ["MarianMTModel"]:
         raise UserError(f"{config.where}: the architecture {named} is not supported (known: MarianMTModel)")
     config.expect("is_decoder", False, why="a Marian decoder without its encoder is not read")
@@ -102,7 +115,6 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("add_final_layer_norm", False, why="a post-norm stack has no final norm")
     config.expect("static_position_embeddings", True, why="Marian's positions are sinusoids")
     config.expect("share_encoder_decoder_embeddings", True, why="separate source and target vocabularies are not read")
-    config.expect("tie_word_embeddings", True, why="the head is the embedding")
     vocab_size = config.size("vocab_size")
     config.expect("decoder_vocab_size", None, vocab_size, why="source and target share one vocabulary")
     # Layer drop acts in training only; the others repeat what is said elsewhere, or are read by no code.
@@ -122,6 +134,7 @@ def read_config(config: Config) -> ModelSpec:
         scaled_embedding=config.take("scale_embedding", False, bool),
         activation=activation_name(config, "activation_function", "gelu"),
         head_bias=True,
+        tied=read_tied(config),
         attention_dropout=config.number("attention_dropout", 0.0),
         activation_dropout=config.number("activation_dropout", 0.0),
         dropout=config.number("dropout", 0.1),
@@ -158,20 +171,25 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "attention_dropout": mine.dropout,
         "activation_dropout": op_of(encoder, "ffn", MLP).dropout,
         "dropout": drop_of(encoder),
-        "tie_word_embeddings": True,
+        **write_tied(spec),
     }
 
 
 def hf_layout(spec: ModelSpec) -> Layout:
-    theirs = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
-    rules: list[Rule | Drop] = [
-        Tied("model.shared.weight", EMBEDDING, theirs),
+    rules: list[Rule | Computed | Copied] = [
+        *embedding_rules(spec, "model.", "model.shared.weight"),
         *_stack_rules("encoder", {"attn": "self_attn"}),
         *_stack_rules("decoder", {"attn": "self_attn", "cross_attn": "encoder_attn"}),
         Reshaped("final_logits_bias", ("heads.lm.proj.bias",), to=_without_row, back=_as_row),
-        *(Drop(f"model.{stack}.embed_positions.weight", "sinusoids, which are computed") for stack in spec.stacks),
+        *(Checked(f"model.{stack}.embed_positions.weight", partial(_positions, spec)) for stack in spec.stacks),
     ]
     return Layout(rules)
+
+
+def _positions(spec: ModelSpec) -> torch.Tensor:
+    """(max_seq_len, D): the sinusoids, as older files store them."""
+    width = stacks_of(spec)[0].d_model
+    return SinusoidsModule(Sinusoids(layout="halves"), width)(torch.arange(spec.max_seq_len or 1))
 
 
 def _stack_rules(stack: str, attentions: dict[str, str]) -> list[Rule]:

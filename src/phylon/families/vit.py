@@ -142,7 +142,7 @@ def _image_size(config: Config) -> tuple[int, int]:
 
 
 def _checked(config: Config, key: str, pixels: Any) -> int:
-    if not isinstance(pixels, int) or not 1 <= pixels <= 2**16:
+    if not isinstance(pixels, int) or isinstance(pixels, bool) or not 1 <= pixels <= 2**16:
         raise UserError(f"{config.where}: '{key}' in pixels must be from 1 to {2**16}, got {pixels!r}")
     return pixels
 

@@ -18,6 +18,8 @@ from phylon.spec.errors import UserError
 from phylon.spec.serial import check_schema, from_data
 
 NATIVE_CONFIG = "phylon.json"
+# Of a head that the checkpoint lacks: whether it is the embedding, and its dropout.
+_KEPT = ("tie_word_embeddings", "qa_dropout", "seq_classif_dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +28,7 @@ class Description:
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
     ``labels`` are the names of classes, by head.
+    ``kept`` are keys that say nothing of this model, but of others made of it; they are saved again.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -38,6 +41,7 @@ class Description:
     written_as: str | None = None
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blame: Callable[[UserError], UserError] = lambda error: error
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 def describe(path_or_name: str | Path) -> Description:
@@ -89,15 +93,16 @@ def _hf(path: Path) -> Description:
     if not isinstance(model_type, str):
         raise UserError(f"{path / 'config.json'} names no model_type")
     refuse_remote_code(data, path)
-    family, fmt = hf_format(model_type)
     where = str(path / "config.json")
+    with named(where):
+        family, fmt = hf_format(model_type)
     config = Config(data, where, lambda: _stored_names(path))
     try:
         spec = fmt.read(config)
     except UserError as error:
         raise config.blame(error) from None
     extra = path / "generation_config.json"
-    with _named(str(path)):
+    with named(str(path)):
         generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
         labels = hf_labels(spec, data.get("id2label"))
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
@@ -112,11 +117,12 @@ def _hf(path: Path) -> Description:
         written_as=family.name,
         labels=labels,
         blame=config.blame,
+        kept={key: data[key] for key in _KEPT if data.get(key) is not None},
     )
 
 
 @contextmanager
-def _named(where: str) -> Iterator[None]:
+def named(where: str) -> Iterator[None]:
     """Refusals of a builder, which knows no file, begin with the file."""
     try:
         yield
@@ -137,9 +143,10 @@ def _gguf(path: Path) -> Description:
     architecture = source.metadata.get("general.architecture")
     if not isinstance(architecture, str):
         raise UserError(f"'{path}' names no general.architecture")
-    family, fmt = gguf_format(architecture)
+    with named(str(path)):
+        family, fmt = gguf_format(architecture)
     own = {key: value for key, value in source.metadata.items() if key.startswith(f"{architecture}.")}
-    with _named(str(path)):
+    with named(str(path)):
         spec = fmt.read(Config(own, str(path)), source)
     nothing = GenerationDefaults()
     return Description(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from phylon.checkpoint import Layout, LoadPlan, TensorSource, identity, open_safetensors, stored_dtypes
+from phylon.checkpoint import Layout, LoadPlan, PrefixError, TensorSource, identity, open_safetensors, stored_dtypes
 from phylon.families import families
-from phylon.hub.describe import Description, describe
+from phylon.hub.describe import Description, describe, named
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
@@ -39,14 +39,16 @@ def load(
         shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model).items()}
         plan = layout.plan(source.tensors, shapes, str(found.path))
     except UserError as error:
-        raise UserError(f"{error}{_of_another_family(found, source)}") from None
+        raise _misfit(error, found, source) from None
     materialise(model, resolve_dtype(dtype, _exact_dtype(plan, model, source)), resolve_device(device))
-    layout.load(plan, source, stored_tensors(model))
+    with named(str(found.path)):
+        layout.load(plan, source, stored_tensors(model))
     if dtype is None and found.format != "gguf":
         model.stored_dtypes = stored_dtypes(plan, source, stored_tensors(model))
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
     model.family, model.labels = found.written_as, found.labels
+    model.kept = dict(found.kept)
     if found.format == "gguf":
         model.tokenizer, model.generation = _gguf_vocabulary(source)
     return model.eval()
@@ -107,15 +109,25 @@ def _layout(found: Description, model: Model) -> Layout:
     return fmt.layout(found.spec)
 
 
-def _of_another_family(found: Description, source: TensorSource) -> str:
-    """What to add to a refusal where another family's tensor names fit the file better than the configuration's do.
+def _misfit(error: UserError, found: Description, source: TensorSource) -> UserError:
+    """A refusal of the layout; that the tensors are another family's comes first, and no other fix beside it."""
+    other, sure = _of_another_family(found, source)
+    if not other:
+        return error
+    if not sure:
+        return UserError(f"{error}; {other}")
+    return UserError(other if isinstance(error, PrefixError) else f"{other}; {error}")
+
+
+def _of_another_family(found: Description, source: TensorSource) -> tuple[str, bool]:
+    """What to say, and whether it is sure, where another family's tensor names fit the file better than its own do.
 
     Better is: a tenth more of the names have a place; or not fewer names do, not fewer of the rules are used, and one
     of the two is more. Where the file's names fit both fully (GPT-2 and StarCoder differ in shapes alone), both are
     named too.
     """
     if found.format != "hf" or found.family is None:
-        return ""
+        return "", False
     fits = {name: _fit(layouts, source) for name, layouts in _case_layouts().items()}
     own = fits.pop(found.family.name)
     better = [f for f in fits.values() if f[0] >= 0.9 and (f[0] > own[0] + 0.1 or (f[0] >= own[0] and f[1] >= own[1]))]
@@ -126,11 +138,12 @@ def _of_another_family(found: Description, source: TensorSource) -> str:
     elif best == own == (1.0, 1.0):
         said = f"its tensors' names are also those of family {nearest}"
     else:
-        return ""
-    return (
-        f"; the configuration of '{found.path}' is of family '{found.family.name}', but {said}: "
+        return "", False
+    said = (
+        f"the configuration of '{found.path}' is of family '{found.family.name}', but {said}: "
         "put the right config.json beside them"
     )
+    return said, best > own
 
 
 @cache

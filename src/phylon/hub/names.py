@@ -36,6 +36,8 @@ KNOWN = {
 
 def find_model(path_or_name: str | Path) -> Path:
     """The file or folder of a model: a path, or the name of a known package."""
+    if not str(path_or_name).strip():
+        raise UserError("the name of the model is empty; give a folder, a .gguf file or a known name")
     path = Path(path_or_name).expanduser()
     name = str(path_or_name)
     if name in KNOWN:

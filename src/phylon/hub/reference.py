@@ -64,6 +64,8 @@ def transformers_reference(path: str | Path) -> Reference:
                 handle.remove()
         return seen | dict(_heads(found, out))
 
+    # Its attention has several codes, which need not agree: eager Falcon adds ALiBi twice.
+    reference.about = f"{type(model).__name__} of {PACKAGE}, attention '{model.config._attn_implementation}'"  # type: ignore[attr-defined]
     return reference
 
 

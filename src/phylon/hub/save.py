@@ -55,7 +55,7 @@ def save(
             _write_json(
                 # What the family writes itself (RoBERTa's pad id places its positions) is part of the maths.
                 beside / "config.json",
-                {**_ids(model.generation), **hf.write(model.spec), **hf_tables(model), "torch_dtype": _most(model)},
+                {**_ids(model.generation), **_with_kept(model, hf), **hf_tables(model), "torch_dtype": _most(model)},
             )
             _write_json(beside / "generation_config.json", _generation_config(model.generation))
             tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes)
@@ -106,6 +106,19 @@ def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
     reasons.sort(key=lambda reason: 2 * (": this format " in reason) + (_NO_PLACE in reason))
     shown = "; ".join(reasons[:4]) + ("; …" if len(reasons) > 4 else "")
     raise UserError(f"no family's {kind} format says this model exactly; save it as native ({shown})")
+
+
+def _with_kept(model: Model, hf: HFFormat) -> dict[str, Any]:
+    """The configuration, with what the model's file said of heads that it lacks, as far as that changes nothing."""
+    written = hf.write(model.spec)
+    for key, value in model.kept.items():
+        said = {**written, key: value}
+        try:
+            same = hf.read(Config(said)).replace(init=model.spec.init) == model.spec
+        except UserError:
+            continue
+        written = said if same else written
+    return written
 
 
 def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str | None:

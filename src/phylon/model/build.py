@@ -6,7 +6,7 @@ from torch import nn
 from phylon.layers.part import InitContext, Part
 from phylon.model.model import Model
 from phylon.model.spec import ModelSpec
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_seed
 
 DTYPES = {
     "float32": torch.float32,
@@ -72,6 +72,7 @@ def materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
 
 def init_model(model: Model, seed: int) -> None:
     """Draw every parameter once, by the module that owns it, in the order of the module tree."""
+    check_seed("seed", seed)
     generator = torch.Generator().manual_seed(seed)
     spec, drawn = model.spec, set[int]()
     for path, module in model.named_modules():

@@ -38,6 +38,7 @@ class Model(Part):
     ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, ``labels`` are
     the names of a head's classes in order, by head, where they have names, and ``stored_dtypes`` says what is given
     back in another dtype than the parameter has: by name, as stored and as loaded.
+    ``kept``: keys of its configuration that say nothing of this model, but of others made of it.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 
@@ -54,6 +55,7 @@ class Model(Part):
         self.stored_dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         self.family: str | None = None
         self.labels: dict[str, tuple[str, ...]] = {}
+        self.kept: dict[str, Any] = {}
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):

@@ -36,6 +36,13 @@ def check_size(name: str, value: object, least: int | None = 1) -> None:
         raise UserError(f"{name} must be at least {least}, got {value}")
 
 
+def check_seed(name: str, value: object) -> None:
+    """Refuse what no random generator takes: a seed is from 0 to 2^63 - 1."""
+    check_size(name, value, 0)
+    if value >= 2**63:  # type: ignore[operator]
+        raise UserError(f"{name} must be below 2^63, got {value}")
+
+
 def check_number(name: str, value: object) -> None:
     """Refuse what is no number."""
     if not isinstance(value, Real) or isinstance(value, bool):

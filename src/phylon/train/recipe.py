@@ -19,6 +19,7 @@ from phylon.data import DataSource, PythonCorpus
 from phylon.model import ModelSpec
 from phylon.model.passes import Lora
 from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
+from phylon.spec.errors import check_seed
 from phylon.spec.serial import SCHEMA, check_schema, parse_toml
 from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW, Optimizer
@@ -114,7 +115,7 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
         _at_least(self, 1, "steps", "batch_size", "accumulate", "keep", "threads")
         _at_least(self, 1, "eval_every", "eval_rows", "sample_every", "save_every", "watch_every")
         _at_least(self, 1, "epochs", "average")
-        _at_least(self, 0, "seed")
+        check_seed("run.seed", self.seed)
         if self.best is not None and self.average is not None:
             raise UserError("run.best keeps the best weights and run.average the mean of the last; choose one")
         if self.epochs is not None and self.max_minutes is not None:

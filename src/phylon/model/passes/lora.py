@@ -13,7 +13,7 @@ from phylon.layers.part import Linear, Part
 from phylon.model.model import Model
 from phylon.model.passes.select import matching
 from phylon.spec.base import Spec
-from phylon.spec.errors import UserError, check_rate, check_size
+from phylon.spec.errors import UserError, check_rate, check_seed, check_size
 
 NAMES = ("lora_A", "lora_B")
 
@@ -34,6 +34,7 @@ class Lora(Spec, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         check_size("lora.rank", self.rank)
         check_rate("lora.dropout", self.dropout)
+        check_seed("lora.seed", self.seed)
         if not (self.alpha > 0 and math.isfinite(self.alpha)):
             raise UserError(f"lora.alpha must be above 0, got {self.alpha}")
         if not self.paths:

@@ -1,0 +1,107 @@
+"""What a file says of heads it lacks is saved again; a refusal names the file, and the other family before any fix."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from phylon.checkpoint import open_safetensors, write_safetensors
+from phylon.families import family
+from phylon.families.bert import bert_spec
+from phylon.families.distilbert import distilbert_spec
+from phylon.families.roberta import roberta_spec
+from phylon.families.vit import vit_spec
+from phylon.hub import load, save
+from phylon.spec.errors import UserError
+
+from .hub_data import TINY, hf_folder, one_line
+
+TIED = {"gpt2": "GPT2", "bloom": "Bloom", "falcon": "Falcon", "mpt": "Mpt", "gpt_neo": "GPTNeo", "gemma3": "Gemma3Text"}
+
+
+def said(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("name", "stem"), [*TIED.items(), ("llama", "Llama")])
+def test_a_model_without_head_keeps_what_it_says_of_the_head(name: str, stem: str, tied: bool, tmp_path: Path) -> None:
+    hf = family(name).hf
+    assert hf is not None
+    config = hf.write(family(name).cases()[0]) | {"architectures": [f"{stem}Model"], "tie_word_embeddings": tied}
+    folder = hf_folder(tmp_path / "a", family(name).cases()[0].replace(heads={}, ties=()))
+    assert "tie_word_embeddings" not in said(folder)  # nothing to tie, nothing said
+    (folder / "config.json").write_text(json.dumps(config))
+    save(load(folder, device="cpu"), tmp_path / "b", format="hf")
+    assert said(tmp_path / "b")["tie_word_embeddings"] is tied
+    assert load(tmp_path / "b", device="cpu").spec == load(folder, device="cpu").spec
+
+
+@pytest.mark.parametrize("head", ["mlm", "class", "token", "span"])
+def test_rates_of_distilbert(head: str, tmp_path: Path) -> None:
+    rates = {"qa_dropout": 0.3, "seq_classif_dropout": 0.4}
+    spec = distilbert_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, dropout=0.1, heads=(head,))
+    spec = (
+        spec
+        if head != "token"
+        else distilbert_spec(
+            d_model=24, n_layers=1, n_heads=3, vocab_size=37, dropout=0.1, heads=(head,), head_dropout=0.1
+        )
+    )
+    folder = hf_folder(tmp_path / "a", spec)
+    assert not rates.keys() & said(folder).keys() - {"class": {"seq_classif_dropout"}, "span": {"qa_dropout"}}.get(
+        head, set()
+    )
+    (folder / "config.json").write_text(json.dumps(said(folder) | rates))
+    save(load(folder, device="cpu"), tmp_path / "b", format="hf")
+    assert rates.items() <= said(tmp_path / "b").items()
+
+
+def test_what_no_longer_fits_is_not_kept(tmp_path: Path) -> None:
+    model = load(hf_folder(tmp_path / "a", TINY), device="cpu")
+    model.kept = {"tie_word_embeddings": False, "rms_norm_eps": 0.5}
+    save(model, tmp_path / "b", format="hf")
+    assert said(tmp_path / "b")["tie_word_embeddings"] is True
+    assert said(tmp_path / "b")["rms_norm_eps"] == said(tmp_path / "a")["rms_norm_eps"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "other", "names"),
+    [
+        (roberta_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, heads=("mlm",)),
+         bert_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, heads=()), ("bert", "roberta")),
+        (roberta_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, heads=("mlm",)),
+         bert_spec(d_model=24, n_layers=1, n_heads=3, vocab_size=37, heads=("mlm",)), ("bert", "roberta")),
+        (vit_spec(d_model=24, n_layers=1, n_heads=3, image_size=(8, 8), patch_size=4, n_extra=2, heads=("distilled",)),
+         vit_spec(d_model=24, n_layers=1, n_heads=3, image_size=(8, 8), patch_size=4, heads=()), ("vit", "deit")),
+    ],
+)  # fmt: skip
+def test_the_other_family_comes_before_a_prefix(spec, other, names: tuple[str, str], tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "a", spec)
+    hf_folder(tmp_path / "b", other)
+    (folder / "config.json").write_text((tmp_path / "b/config.json").read_text())
+    with pytest.raises(UserError, match=f"^the configuration of '{folder}' is of family '{names[0]}'") as caught:
+        load(folder, device="cpu")
+    assert f"'{names[1]}'" in one_line(caught)
+    assert "strip" not in str(caught.value)
+
+
+def test_refusals_name_the_folder(tmp_path: Path) -> None:
+    folder = hf_folder(tmp_path / "a", TINY)
+    config = said(folder)
+    source = open_safetensors(folder)
+    tensors = {name: source.read(name).clone() for name in source.tensors}
+    weights = folder / "model.safetensors"
+    for changed, match in (
+        (tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, "differ, but the model ties them"),
+        (tensors | {"model.norm.weight": torch.ones(32, dtype=torch.int64)}, "stored as I64 .* store it as F32"),
+    ):
+        write_safetensors(weights, changed)
+        with pytest.raises(UserError, match=f"^{folder}: .*{match}"):
+            load(folder, device="cpu")
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "x"}))
+    with pytest.raises(UserError, match=f"^{folder}/config.json: unknown model_type 'x'"):
+        load(folder, device="cpu")
+    with pytest.raises(UserError, match="the name of the model is empty"):
+        load("")
