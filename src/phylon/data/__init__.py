@@ -20,7 +20,7 @@ from phylon.data.loader import (
 )
 from phylon.data.mixture import Mixture, PythonFunctions, Task
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
-from phylon.data.parallel import Aligned
+from phylon.data.aligned import Aligned
 from phylon.data.sentences import sentences
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
 from phylon.data.split import Part, RecordPart, held_out_names, split_documents, split_records
