@@ -101,7 +101,9 @@ def test_what_is_missing_empty_or_of_another_kind(tmp_path, folder):
     refused(TextFile(path=str(folder / "gone.txt")), "cannot read", "gone.txt")
     refused(TextFolder(path=str(folder / "b.txt")), "is not a folder")
     refused(TextFolder(path=str(folder), patterns=("*.rst",)), "*.rst", "it holds", "2 .txt", "1 .png")
-    refused(TextFolder(path=str(folder), patterns=("empty*",)), "nothing of the data can be used", "empty.txt' is empty")
+    refused(
+        TextFolder(path=str(folder), patterns=("empty*",)), "nothing of the data can be used", "empty.txt' is empty"
+    )
     refused(TextFolder(path=str(tmp_path / "text")), "there is no folder", "did you mean 'texts'")
     (tmp_path / "nothing").mkdir()
     refused(str(tmp_path / "nothing"), "no file", "holds no files")

@@ -140,7 +140,9 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
 
     def _document(self, item: tuple[int, str]) -> Document:
         number, line = item
-        found = document_of(json_object(line, f"{self.path}:{number}"), f"{self.path}:{number}", self.field, self.weight)
+        found = document_of(
+            json_object(line, f"{self.path}:{number}"), f"{self.path}:{number}", self.field, self.weight
+        )
         return found._replace(name=f"{Path(self.path).name}:{number}")
 
     def fingerprint(self) -> str:
