@@ -110,11 +110,11 @@ class ImageArrays(Policies, frozen=True, kw_only=True):
         n_classes = int(labels.max()) + 1 if self.classes is None else len(self.classes)
         kept = np.flatnonzero((labels >= 0) & (labels < n_classes))
         if len(kept) < len(labels):
-            where = f"'{self.labels}', image "
-            right = usable(
-                self, enumerate(labels.tolist()), lambda item: class_number(item[1], n_classes, f"{where}{item[0]}")
-            )
-            labels = np.array(list(right))
+
+            def right(index: int) -> int:
+                return class_number(int(labels[index]), n_classes, f"'{self.labels}', image {index}")
+
+            labels = np.array(list(usable(self, range(len(labels)), right)))
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         names = self.classes or tuple(map(str, range(n_classes)))
         return _ArrayImages(pixels, kept, labels.astype(np.int64), names, self.fingerprint())

@@ -15,9 +15,9 @@ from phylon.spec.errors import UserError, system_reason
 def read_lines(path: Path, source: object = None) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 file (gzipped where it ends in ``.gz``), numbered from 1, without their ends.
 
-    Only ``\\n`` (or ``\\r\\n``) ends a line, so that a separator inside of a text does not shift what follows. Bytes that
-    are not UTF-8 come as surrogates, which ``checked`` finds. Where the file is damaged it ends, if ``source`` passes
-    over what is unreadable.
+    Only ``\\n`` (or ``\\r\\n``) ends a line, so that a separator inside of a text does not shift what follows. Bytes
+    that are not UTF-8 come as surrogates, which ``checked`` finds. Where the file is damaged it ends, if ``source``
+    passes over what is unreadable.
     """
     number = 0
     try:

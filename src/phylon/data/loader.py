@@ -125,7 +125,8 @@ class Loader(Position):
 
     A batch holds the examples' arrays stacked, ``(B, …)`` on the CPU: rows of tokens give ``{"tokens", "segments",
     "targets"}``. ``batch(step)`` depends on the examples, the batch size, the seed and the step alone; iterating only
-    counts steps. ``one_pass``: how many examples there really are, where ``rows`` are a mixture of them in fixed shares.
+    counts steps. ``one_pass``: how many examples there really are, where ``rows`` are a mixture of them in fixed
+    shares.
     """
 
     def __init__(self, rows: Examples, batch_size: int, seed: int, *, one_pass: int | None = None) -> None:

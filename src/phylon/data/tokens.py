@@ -66,8 +66,8 @@ class TokenStore:
 
     ``tokens`` is ``(n_tokens,)`` uint16 or uint32, memory-mapped and read-only when kept on disk; ``boundaries`` is
     ``(n_documents,)`` int64, the offset at which each document starts (the first is 0). ``pieces`` ``(n_pieces,)``
-    int64 are the starts of all sentences, where the documents were cut into sentences. ``weights``: what the tokens count
-    in a loss, where not all count 1. ``fingerprint`` is a hash of all: equal fingerprints are equal data.
+    int64 are the starts of all sentences, where the documents were cut into sentences. ``weights``: what the tokens
+    count in a loss, where not all count 1. ``fingerprint`` is a hash of all: equal fingerprints are equal data.
     """
 
     tokens: np.ndarray

@@ -31,10 +31,10 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     ``question``, ``context``, ``answer`` and ``start`` name the fields of a record: ``start`` is the character of the
     context where the (first) answer begins; an empty answer says that there is none (section 4.3), which is column 0.
     ``weight`` names a field with what a question counts. A context longer than ``data.seq_len`` leaves room for is read
-    in windows that move by ``stride`` tokens, or by their own length where that is less (released code), each a row of its own; in a window without the whole answer there is none. A prediction is the best span of
-    at most ``max_answer`` tokens over all windows; with a ``threshold`` it is none unless it beats column 0 of its
-    window by that much. Evaluation reports ``exact_match`` and ``f1`` as SQuAD does (arXiv:1606.05250, section 6.1), in
-    shares of 1.
+    in windows that move by ``stride`` tokens, or by their own length where that is less (released code), each a row of
+    its own; in a window without the whole answer there is none. A prediction is the best span of at most ``max_answer``
+    tokens over all windows; with a ``threshold`` it is none unless it beats column 0 of its window by that much.
+    Evaluation reports ``exact_match`` and ``f1`` as SQuAD does (arXiv:1606.05250, section 6.1), in shares of 1.
     """
 
     question: str = "question"

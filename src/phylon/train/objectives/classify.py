@@ -133,10 +133,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
 class TextClasses(_Labelled, frozen=True, kw_only=True):
     """Cross-entropy of the class of a text, or of a pair of texts. BERT (arXiv:1810.04805), section 4.1.
 
-    ``text``, ``pair`` and ``label`` name the fields of a record, ``weight`` one with what it counts; ``classes`` the classes in order. Left out, they are
-    the labels there are, by name; labels that are whole numbers are the numbers of the classes, from 0. Texts are cut
-    to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports ``accuracy`` and ``f1`` (of class 1
-    of two, else the mean over the classes).
+    ``text``, ``pair`` and ``label`` name the fields of a record, ``weight`` one with what it counts; ``classes`` the
+    classes in order. Left out, they are the labels there are, by name; labels that are whole numbers are the numbers of
+    the classes, from 0. Texts are cut to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports
+    ``accuracy`` and ``f1`` (of class 1 of two, else the mean over the classes).
     """
 
     text: str = "text"

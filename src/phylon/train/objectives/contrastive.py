@@ -33,10 +33,10 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
     """``-log softmax_j(cos(a_i, b_j) / temperature)`` at ``j = i``, over the pairs of a batch. InfoNCE.
 
     van den Oord et al. (arXiv:1807.03748), equation 4; in-batch negatives: Henderson et al. (arXiv:1705.00652), section
-    4.4; the temperature of SimCSE (arXiv:2104.08821), section 3. ``text`` and ``pair`` name the fields of a record, ``weight`` one with what it counts.
-    ``pool`` turns the last hidden states into a vector, as ``phylon.encode`` does: mean, first or last. A pair whose
-    second text is also another pair's is no negative of it. Evaluation reports ``retrieval``: how often the nearest of
-    all held-out second texts is a text's own, or says the same.
+    4.4; the temperature of SimCSE (arXiv:2104.08821), section 3. ``text`` and ``pair`` name the fields of a record,
+    ``weight`` one with what it counts. ``pool`` turns the last hidden states into a vector, as ``phylon.encode`` does:
+    mean, first or last. A pair whose second text is also another pair's is no negative of it. Evaluation reports
+    ``retrieval``: how often the nearest of all held-out second texts is a text's own, or says the same.
 
     The negatives are the batch, so the loss of a batch is not that of its parts: ``run.accumulate`` is refused, and so
     is more than one process.

@@ -32,11 +32,12 @@ N_SAMPLES = 4
 class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     """Cross-entropy of the target's tokens given the source's. *Attention Is All You Need* (arXiv:1706.03762), §5.
 
-    ``source`` and ``target`` name the fields of a record, ``weight`` one with what it counts; both share one vocabulary (section 5.1). A batch holds at
-    most ``max_tokens`` tokens of each, padding included, of pairs of about one length; a pair with a side above
-    ``data.seq_len`` tokens is left out. ``label_smoothing``: section 5.4. ``n_beams`` and ``length_penalty`` are those
-    of the search whose BLEU is reported (section 6.1; ``None``: no BLEU); a hypothesis is at most 50 tokens longer than
-    its source. The loss that is reported is the smoothed one, ``nll`` the one without smoothing.
+    ``source`` and ``target`` name the fields of a record, ``weight`` one with what it counts; both share one vocabulary
+    (section 5.1). A batch holds at most ``max_tokens`` tokens of each, padding included, of pairs of about one length;
+    a pair with a side above ``data.seq_len`` tokens is left out. ``label_smoothing``: section 5.4. ``n_beams`` and
+    ``length_penalty`` are those of the search whose BLEU is reported (section 6.1; ``None``: no BLEU); a hypothesis is
+    at most 50 tokens longer than its source. The loss that is reported is the smoothed one, ``nll`` the one without
+    smoothing.
 
     A batch: ``source`` and ``source_segments`` (B, S), ``tokens``, ``segments`` and ``targets`` (B, T).
     """
