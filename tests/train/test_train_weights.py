@@ -8,7 +8,7 @@ import torch
 from data_toys import Characters
 from objective_toys import DECODER, RUN, tiny
 
-from phylon.data import JsonLines, Loader, PackedRows, Texts, tokenise
+from phylon.data import JsonLines, Loader, PackedRows, Records, Texts, tokenise
 from phylon.ops.loss import IGNORE
 from phylon.spec import UserError
 from phylon.train import NextToken, recipe_from_toml, train
@@ -65,7 +65,7 @@ def test_the_loss_is_the_one_computed_by_hand(tmp_path):
                               "vocab_size": 11, "max_seq_len": 16}), seed=0, device="cpu")  # fmt: skip
     rows = PackedRows(tokenise(lines(tmp_path, ROWS), Characters(WORDS), None), 4)
     batch, objective = Loader(rows, 4, 7).batch(3), NextToken()
-    logits = model(batch["tokens"], segments=batch["segments"]).logits.log_softmax(-1)
+    logits = model(batch["tokens"], segments=batch["segments"]).logits.detach().log_softmax(-1)
     top = bottom = 0.0
     for b in range(4):
         for t in range(4):
@@ -142,7 +142,7 @@ def test_records_of_weight_two_are_two_records(tmp_path, kind):
     recipe = tiny(kind)
     source = recipe.data.source
     if kind == "text_to_text":
-        pytest.skip("its mixture takes its records from texts") if not hasattr(source, "rows") else None
+        source = Records(rows=tuple({"input": w, "target": w[::-1]} for w in ("ax", "bxby", "c", "axb", "cxa", "by")))
     rows = [row | {"w": float(i % 3)} for i, row in enumerate(source.rows)]
     recipe = recipe.replace(
         objective=recipe.objective.replace(weight="w"),
