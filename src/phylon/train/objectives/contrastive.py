@@ -103,16 +103,15 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         return {"contrastive": pairs}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        return {"contrastive": self._loss(*self._vectors(model, batch), batch)}
+        return {"contrastive": self._loss(*self._vectors(model, batch), batch["same"], batch.get("weights"))}
 
-    def _loss(self, left: Tensor, right: Tensor, batch: Batch) -> Loss:
-        same = batch["same"]
+    def _loss(self, left: Tensor, right: Tensor, same: Tensor, weights: Tensor | None = None) -> Loss:
         scores = left @ right.T / self.temperature
         own = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill((same[:, None] == same) & ~own, -math.inf)
         each = -scores.log_softmax(1).diagonal()
-        if "weights" in batch:
-            return Loss((each * batch["weights"]).sum(), batch["weights"].sum())
+        if weights is not None:
+            return Loss((each * weights).sum(), weights.sum())
         return Loss(each.sum(), torch.tensor(len(scores), device=scores.device))
 
     def _vectors(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -139,7 +138,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         total, count, left, right, said = 0.0, 0.0, [], [], []
         for batch in batches:
             vectors = self._vectors(model, batch)
-            loss = self._loss(*vectors, batch)
+            loss = self._loss(*vectors, batch["same"], batch.get("weights"))
             total, count = total + float(loss.sum), count + float(loss.count)
             said.append(batch["same"].cpu())
             left.append(vectors[0].cpu())
