@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phylon.data.aligned import Aligned
 from phylon.data.documents import Record
 from phylon.data.labelled import Classes, class_number, read_answers, read_texts, read_words, score
-from phylon.data.parallel import Aligned
 from phylon.data.table import Table
 from phylon.spec import UserError, from_data, to_data
 

@@ -27,6 +27,10 @@ def refused(source, *words):
     return message
 
 
+def pairs(source):
+    return [(document.text, document.name) for document in source.documents()]
+
+
 @pytest.fixture
 def folder(tmp_path):
     root = tmp_path / "texts"
@@ -46,8 +50,8 @@ def folder(tmp_path):
 
 def test_folder_is_sorted_filtered_and_kept_as_it_is(folder):
     source = open_source(folder)
-    assert list(source.documents()) == [("first", "a/z.md"), ("second", "b.txt"), ("x = 1\r\n", "code.py")]
-    assert [name for _, name in TextFolder(path=str(folder), patterns=("a/*",)).documents()] == ["a/z.md"]
+    assert pairs(source) == [("first", "a/z.md"), ("second", "b.txt"), ("x = 1\r\n", "code.py")]
+    assert [d.name for d in TextFolder(path=str(folder), patterns=("a/*",)).documents()] == ["a/z.md"]
 
 
 def test_json_lines(tmp_path):
@@ -55,13 +59,13 @@ def test_json_lines(tmp_path):
     path.write_text(
         '\ufeff{"text": "eins"}\n\n{"text": "", "n": 1}\n{"n": [1], "text": "zwei\\nzeilen \u00e9"}', "utf-8"
     )
-    assert list(open_source(str(path)).documents()) == [("eins", "data.jsonl:1"), ("zwei\nzeilen é", "data.jsonl:4")]
+    assert pairs(open_source(str(path))) == [("eins", "data.jsonl:1"), ("zwei\nzeilen é", "data.jsonl:4")]
 
 
 def test_byte_order_mark_is_no_text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("é", "utf-8-sig")
-    assert list(open_source(path).documents()) == [("é", "a.txt")]
+    assert pairs(open_source(path)) == [("é", "a.txt")]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_byte_order_mark_is_no_text(tmp_path):
         ('{"text": "\\ud800"}', ["data.jsonl:3", "not JSON"]),
         ("[1]", ["data.jsonl:3", "not a JSON object"]),
         ('{"texts": "x"}', ["data.jsonl:3", "no field 'text'", "did you mean 'texts'"]),
-        ('{"text": 5}', ["data.jsonl:3", "not a string but int"]),
+        ('{"text": 5}', ["data.jsonl:3", "not text but int"]),
     ],
 )
 def test_bad_json_line_names_file_and_line(tmp_path, line, words):
@@ -83,7 +87,7 @@ def test_bad_json_line_names_file_and_line(tmp_path, line, words):
 def test_json_line_that_is_not_utf8(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n')
-    refused(str(path), "data.jsonl:2", "not JSON")
+    refused(str(path), "data.jsonl:2", "not UTF-8 text (byte 0xff)")
 
 
 def test_what_is_missing_empty_or_of_another_kind(tmp_path, folder):
@@ -97,7 +101,10 @@ def test_what_is_missing_empty_or_of_another_kind(tmp_path, folder):
     refused(TextFile(path=str(folder / "gone.txt")), "cannot read", "gone.txt")
     refused(TextFolder(path=str(folder / "b.txt")), "is not a folder")
     refused(TextFolder(path=str(folder), patterns=("*.rst",)), "*.rst", "it holds", "2 .txt", "1 .png")
-    refused(TextFolder(path=str(folder), patterns=("empty*",)), "every file", "is empty")
+    refused(
+        TextFolder(path=str(folder), patterns=("empty*",)), "nothing of the data can be used", "empty.txt' is empty"
+    )
+    refused(TextFolder(path=str(tmp_path / "text")), "there is no folder", "did you mean 'texts'")
     (tmp_path / "nothing").mkdir()
     refused(str(tmp_path / "nothing"), "no file", "holds no files")
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -148,15 +155,15 @@ def test_the_split_is_whole_disjoint_and_stays_when_documents_are_added():
 
 def test_the_embedded_corpus_of_this_interpreter():
     documents = list(PythonCorpus().documents())
-    names = [name for _, name in documents]
-    assert sum(len(text.encode()) for text, _ in documents) > 3_000_000
+    names = [d.name for d in documents]
+    assert sum(len(text.encode()) for text, *_ in documents) > 3_000_000
     assert names == sorted(set(names))
     assert {"argparse.py", "asyncio/tasks.py"} <= set(names)
     assert not {part for name in names for part in name.split("/")} & {"test", "tests", "site-packages", "lib2to3"}
     assert list(open_source("python").documents()) == documents
     some = list(PythonCorpus(max_bytes=100_000).documents())
     assert some == documents[: len(some)]
-    size = [sum(len(text.encode()) for text, _ in documents[: len(some) + more]) for more in (0, 1)]
+    size = [sum(len(text.encode()) for text, *_ in documents[: len(some) + more]) for more in (0, 1)]
     assert size[0] <= 100_000 < size[1]
     assert PythonCorpus().fingerprint() == PythonCorpus().fingerprint() != PythonCorpus(max_bytes=1).fingerprint()
     refused(PythonCorpus(max_bytes=0), "max_bytes")
@@ -167,9 +174,9 @@ def test_without_source_files_the_help_topics_take_their_place(monkeypatch, tmp_
     with_files = PythonCorpus().fingerprint()
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "hidden"))
     documents = list(PythonCorpus().documents())
-    assert sum(len(text) for text, _ in documents) > 200_000
-    assert all(name.startswith("topics/") for _, name in documents)
-    assert "assert" in {name: text for text, name in documents}["topics/assert"]
+    assert sum(len(text) for text, *_ in documents) > 200_000
+    assert all(name.startswith("topics/") for name in (d.name for d in documents))
+    assert "assert" in {d.name: d.text for d in documents}["topics/assert"]
     assert PythonCorpus().fingerprint() != with_files
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     refused(PythonCorpus(), "neither its source files nor pydoc_data")

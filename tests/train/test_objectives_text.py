@@ -66,9 +66,9 @@ def test_a_mixture_puts_the_prefix_in_front_and_names_the_task():
     task = {"input": "text", "target": "text"}
     source = Mixture(tasks=(Task(name="x", source=one, prefix="go: ", **task), Task(name="y", source=two, **task)))
     assert [(r.fields, r.name) for r in source.records()] == [
-        ({"input": "go: a", "target": "a", "task": "x"}, "x/text:0"),
-        ({"input": "go: b", "target": "b", "task": "x"}, "x/text:1"),
-        ({"input": "c", "target": "c", "task": "y"}, "y/text:0"),
+        ({"text": "a", "input": "go: a", "target": "a", "task": "x"}, "x/text:0"),
+        ({"text": "b", "input": "go: b", "target": "b", "task": "x"}, "x/text:1"),
+        ({"text": "c", "input": "c", "target": "c", "task": "y"}, "y/text:0"),
     ]
     with pytest.raises(UserError, match="each with a name of its own; got x, x"):
         Mixture(tasks=(Task(name="x", source=one), Task(name="x", source=two)))
@@ -190,7 +190,7 @@ def test_the_student_starts_with_all_but_the_experts():
     ("kind", "changes", "words"),
     [
         ("text_to_text", {"model": {"family": "llama"}}, "text_to_text trains an encoder-decoder"),
-        ("text_to_text", {"objective.temperature": 0.0}, "temperature must be above 0"),
+        ("text_to_text", {"objective.temperature": 0.0}, "temperature must be at least 0.01"),
         ("text_to_text", {"objective.cap": 0}, "cap must be at least 1"),
         ("text_to_text", {"objective.input": "inputs"}, "did you mean 'input'"),
         ("text_to_text", {"objective.temprature": 2.0}, "did you mean 'temperature'"),

@@ -1,5 +1,6 @@
 """From texts to training batches: sources, tokenising once, packing into rows, and a deterministic, resumable order."""
 
+from phylon.data.aligned import Aligned
 from phylon.data.augment import Augment, Pixels
 from phylon.data.buckets import BucketLoader, LengthLoader, PaddedLoader, TokenBatches, padded
 from phylon.data.columns import HFDataset, Parquet
@@ -20,7 +21,6 @@ from phylon.data.loader import (
 )
 from phylon.data.mixture import Mixture, PythonFunctions, Task
 from phylon.data.packing import IGNORE, PackedDocuments, PackedRows, Row, pack_documents
-from phylon.data.parallel import Aligned
 from phylon.data.sentences import sentences
 from phylon.data.sources import JsonLines, TextFile, TextFolder, Texts, open_source
 from phylon.data.split import Part, RecordPart, held_out_names, split_documents, split_records

@@ -91,6 +91,10 @@ class BucketLoader(Position):
         """Batches that hold every example once."""
         return len(self.order)
 
+    def heaviest(self) -> Batch:
+        """The batch of an epoch that is largest with its padding; of equal ones the one of the longest examples."""
+        return max((self.batch(step) for step in range(len(self.order))), key=_area)
+
     def batch(self, step: int) -> Batch:
         """Batch ``step``, which depends on the examples, ``max_tokens``, the seed and the step alone."""
         return padded([self.examples[int(row)] for row in self.order.rows(step)])
@@ -101,6 +105,13 @@ class PaddedLoader(Loader):
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         return padded(examples)
+
+    def heaviest(self) -> Batch:
+        """A batch that holds the longest example, as one of every epoch does, and is padded to it."""
+        numbers = range(len(self.rows))
+        longest = max(numbers, key=lambda index: sum(map(np.size, self.rows.example(index, 0).values())))
+        others = [self.rows.example(index % len(numbers), 0) for index in range(self.order.batch_size - 1)]
+        return self.collate([self.rows.example(longest, 0), *others])
 
 
 class Measured(Examples, Protocol):
@@ -147,6 +158,12 @@ class LengthLoader(PaddedLoader):
         super().__init__(rows, batch_size, seed)
         self.order = LengthOrder(len(rows), batch_size, seed, np.array(rows.lengths, np.int64))
         self._identity["window"] = WINDOW
+
+
+def _area(batch: Batch) -> tuple[int, int]:
+    """Numbers in a batch, and in a row of it."""
+    total = sum(tensor.numel() for tensor in batch.values())
+    return total, total // len(next(iter(batch.values())))
 
 
 def padded(examples: Sequence[Example]) -> Batch:

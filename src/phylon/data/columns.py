@@ -4,42 +4,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phylon.data.documents import DataSource, Document, Record, digest, file_stamps
-from phylon.data.passed import Policy, passed_over
-from phylon.spec.base import Mechanism
+from phylon.data.documents import Document, Record, digest, file_stamps, missing
+from phylon.data.passed import Policies, Policy, passed_over, usable
+from phylon.data.weighed import document_of
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 
 BATCH_ROWS = 1024
 
 
-class _Columns(Mechanism, DataSource, frozen=True, kw_only=True):
-    """Rows of named columns; ``field`` is the one whose text is a document."""
+class _Columns(Policies, frozen=True, kw_only=True):
+    """Rows of named columns; ``field`` is the one whose text is a document, ``weight`` one with what it counts."""
 
     path: str
     field: str = "text"
+    weight: str | None = None
     empty: Policy = "skip"
-    unreadable: Policy = "refuse"
 
     def records(self) -> Iterator[Record]:
         raise NotImplementedError
 
     def documents(self) -> Iterator[Document]:
-        """The texts of ``field``, named as the rows; a row without one is passed over or refused (``empty``)."""
-        found = False
-        for record in self.records():
-            if self.field not in record.fields:
-                raise UserError(f"{record.name}: no column '{self.field}'{did_you_mean(self.field, record.fields)}")
-            text = record.fields[self.field]
-            if text is not None and not isinstance(text, str):
-                raise UserError(f"{record.name}: the column '{self.field}' is not text but {type(text).__name__}")
-            if text:
-                found = True
-                yield Document(text, record.name)
-            else:
-                passed_over(self.empty, UserError(f"{record.name}: the column '{self.field}' is empty"))
-        if not found:
-            raise UserError(f"'{self.path}' holds no text in the column '{self.field}'")
+        """The texts of ``field`` (or its parts, as in JSON lines), named as the rows."""
+        return usable(self, self.records(), lambda row: document_of(row.fields, row.name, self.field, self.weight))
+
+    @property
+    def _what(self) -> tuple[str | None, ...]:
+        return self.field, self.weight, self.empty, self.unreadable
 
 
 class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
@@ -63,17 +54,17 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
                             yield Record(row, f"{name}:{number}")
                             number += 1
             except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-                passed_over(self.unreadable, UserError(f"cannot read '{path}' as Parquet: {_line(error)}"))
+                passed_over(self, UserError(f"cannot read '{path}' as Parquet: {_line(error)}"))
         if not found:
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
-        return digest("parquet", self.field, self.empty, self.unreadable, file_stamps(self._files()))
+        return digest("parquet", self._what, file_stamps(self._files()))
 
     def _files(self) -> list[Path]:
         root = Path(self.path).expanduser()
         if not root.exists():
-            raise UserError(f"there is no Parquet file or folder '{root}'")
+            raise missing(root, "no Parquet file or folder")
         files = [root] if root.is_file() else sorted(root.rglob("*.parquet"))
         if not files:
             raise UserError(f"no .parquet file below '{root}'")
@@ -90,12 +81,18 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
 
     def records(self) -> Iterator[Record]:
         rows, name = self._open(), Path(self.path).name
-        for number in range(len(rows)):
-            yield Record(rows[number], f"{name}:{number}")
+
+        def record(number: int) -> Record:
+            try:
+                return Record(rows[number], f"{name}:{number}")
+            except Exception as error:  # a damaged file, or one of what the features of the dataset decode
+                raise UserError(f"cannot read row {number} of '{self.path}': {_line(error)}") from None
+
+        yield from usable(self, range(len(rows)), record)
 
     def fingerprint(self) -> str:
         files = sorted(path for path in Path(self.path).expanduser().rglob("*") if path.is_file())
-        return digest("hf_dataset", self.field, self.split, self.empty, file_stamps(files))
+        return digest("hf_dataset", self._what, self.split, file_stamps(files))
 
     def _open(self) -> Any:
         try:
@@ -107,7 +104,7 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
             ) from None
         folder = Path(self.path).expanduser()
         if not folder.is_dir():
-            raise UserError(f"there is no folder '{folder}' that datasets has saved")
+            raise missing(folder, "no folder of a saved dataset")
         try:
             found = datasets.load_from_disk(str(folder))
         except Exception as error:

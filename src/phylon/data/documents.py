@@ -2,19 +2,25 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from phylon.spec.base import Slot
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, did_you_mean
 
 
 class Document(NamedTuple):
-    """One text and its name: unique within its source, and the same on every machine that holds the same files."""
+    """One text and its name: unique within its source, and the same on every machine that holds the same files.
+
+    ``weights``: what the tokens of the text count in a loss, as (characters, weight) of consecutive parts that make up
+    the text; empty where all count 1.
+    """
 
     text: str
     name: str
+    weights: tuple[tuple[int, float], ...] = ()
 
 
 class Source(Protocol):
@@ -62,6 +68,13 @@ class DataSource(Slot):
 def kind_of(source: DataSource) -> str:
     """What a recipe calls this kind of source."""
     return str(source.__struct_config__.tag)  # type: ignore[attr-defined]
+
+
+def missing(path: Path, what: str = "no file or folder") -> UserError:
+    """That a path names nothing, with the neighbour it nearly names."""
+    neighbours = [entry.name for entry in path.parent.iterdir()] if os.access(path.parent, os.R_OK | os.X_OK) else []
+    hint = did_you_mean(path.name, neighbours)
+    return UserError(f"there is {what} '{path}'" + (hint if hint.startswith(" (did") else ""))
 
 
 def digest(*parts: object) -> str:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phylon.data.documents import DataSource, digest, file_stamps
+from phylon.data.documents import digest, file_stamps
 from phylon.data.labelled import class_number
-from phylon.spec.base import Mechanism
+from phylon.data.passed import Empty, Policies, usable
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import register
 
@@ -47,10 +47,11 @@ class Images:
         raise NotImplementedError
 
 
-class ImageFolder(Mechanism, DataSource, frozen=True, kw_only=True):
+class ImageFolder(Policies, frozen=True, kw_only=True):
     """A folder with a folder of images for each class, which are numbered by name.
 
-    ``channels`` 1 reads every image as grey, 3 as RGB. Needs Pillow (``phylon[data]``).
+    ``channels`` 1 reads every image as grey, 3 as RGB. With ``unreadable`` = "skip" all are read once at the start, to
+    find those that cannot be used; ``empty`` is about files of no bytes. Needs Pillow (``phylon[data]``).
     """
 
     path: str
@@ -70,23 +71,25 @@ class ImageFolder(Mechanism, DataSource, frozen=True, kw_only=True):
             )
         except OSError as error:
             raise UserError(f"cannot read the folder '{root}': {system_reason(error)}") from None
-        files = [(path, number) for number, name in enumerate(classes) for path in _files(root / name)]
+        found = [(path, number) for number, name in enumerate(classes) for path in _files(root / name)]
+        files = list(usable(self, found, _with_bytes))
         missing = [name for number, name in enumerate(classes) if number not in {n for _, n in files}]
         if not classes or missing:
             what = f"the folder '{missing[0]}' of it has none" if missing else "it has no folders"
             raise UserError(f"'{root}' must hold a folder of images ({', '.join(SUFFIXES)}) for each class; {what}")
-        return _FolderImages(files, tuple(classes), root, self.channels)
+        stamps = digest(self.empty, self.unreadable, file_stamps(path for path, _ in files))
+        return _FolderImages(stamps, files, tuple(classes), root, self.channels)
 
     def fingerprint(self) -> str:
         return self.open().fingerprint
 
 
-class ImageArrays(Mechanism, DataSource, frozen=True, kw_only=True):
+class ImageArrays(Policies, frozen=True, kw_only=True):
     """Two arrays: ``images`` uint8 (N, H, W) or (N, H, W, C), ``labels`` whole numbers (N,) from 0.
 
     Files are IDX (MNIST's format), ``.npy``, or ``.npz`` with the arrays ``images`` and ``labels`` (one file may hold
     both); each may have ``.gz`` behind. ``classes`` names the classes; left out, there are as many as the largest label
-    says.
+    says. ``unreadable`` is about images whose label is none of these.
     """
 
     images: str
@@ -105,23 +108,30 @@ class ImageArrays(Mechanism, DataSource, frozen=True, kw_only=True):
         if len(labels) != len(pixels):
             raise UserError(f"'{self.images}' holds {len(pixels)} images and '{self.labels}' {len(labels)} labels")
         n_classes = int(labels.max()) + 1 if self.classes is None else len(self.classes)
-        for index in np.flatnonzero((labels < 0) | (labels >= n_classes))[:1]:
-            class_number(int(labels[index]), n_classes, f"'{self.labels}', image {index}")
+        kept = np.flatnonzero((labels >= 0) & (labels < n_classes))
+        if len(kept) < len(labels):
+
+            def right(index: int) -> int:
+                return class_number(int(labels[index]), n_classes, f"'{self.labels}', image {index}")
+
+            labels = np.array(list(usable(self, range(len(labels)), right)))
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         names = self.classes or tuple(map(str, range(n_classes)))
-        stamps = file_stamps([Path(self.images), Path(self.labels)])
-        return _ArrayImages(pixels, labels.astype(np.int64), names, digest("arrays", names, stamps))
+        return _ArrayImages(pixels, kept, labels.astype(np.int64), names, self.fingerprint())
 
     def fingerprint(self) -> str:
-        return digest("arrays", self.classes, file_stamps([Path(self.images), Path(self.labels)]))
+        stamps = file_stamps([Path(self.images), Path(self.labels)])
+        return digest("arrays", self.classes, self.unreadable, stamps)
 
 
 class _FolderImages(Images):
-    def __init__(self, files: Sequence[tuple[Path, int]], classes: tuple[str, ...], root: Path, channels: int) -> None:
+    def __init__(
+        self, stamps: str, files: Sequence[tuple[Path, int]], classes: tuple[str, ...], root: Path, channels: int
+    ) -> None:
         self._files, self._root, self._mode = [path for path, _ in files], root, "L" if channels == 1 else "RGB"
         self.labels = np.array([number for _, number in files])
         self.classes = classes
-        self.fingerprint = digest("folder", classes, channels, file_stamps(self._files))
+        self.fingerprint = digest("folder", classes, channels, stamps)
 
     def pixels(self, index: int) -> np.ndarray:
         path, pillow = self._files[index], _pillow()
@@ -137,14 +147,17 @@ class _FolderImages(Images):
 
 
 class _ArrayImages(Images):
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], fingerprint: str) -> None:
-        self._pixels, self.labels, self.classes, self.fingerprint = pixels, labels, classes, fingerprint
+    def __init__(
+        self, pixels: np.ndarray, kept: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], fingerprint: str
+    ) -> None:
+        self._pixels, self._kept, self.labels = pixels, kept, labels
+        self.classes, self.fingerprint = classes, fingerprint
 
     def pixels(self, index: int) -> np.ndarray:
-        return self._pixels[index]
+        return self._pixels[self._kept[index]]
 
     def name(self, index: int) -> str:
-        return f"image:{index}"
+        return f"image:{self._kept[index]}"
 
 
 def read_array(path: Path, name: str) -> np.ndarray:
@@ -187,6 +200,12 @@ def _read_idx(file: Any, path: Path) -> np.ndarray:
         more = "more" if len(content) > wanted else f"{len(content)}"
         raise UserError(f"'{path}' says {shape} of {dtype.name}, which is {wanted} bytes, and holds {more}")
     return np.frombuffer(bytes(content), dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _with_bytes(file: tuple[Path, int]) -> tuple[Path, int]:
+    if file[0].is_file() and not file[0].stat().st_size:
+        raise Empty(f"the image '{file[0]}' is empty")
+    return file
 
 
 def _files(folder: Path) -> list[Path]:

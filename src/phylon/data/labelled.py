@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from phylon.data.documents import Record
+from phylon.data.passed import Empty, usable
 from phylon.data.table import text_of, value_of
+from phylon.data.weighed import weight_of
 from phylon.spec.errors import UserError, did_you_mean
 
 
@@ -16,12 +18,13 @@ class Records(Protocol):
 
 
 class LabelledText(NamedTuple):
-    """A text (or a pair of them) and its label as the record holds it."""
+    """A text (or a pair of them) and its label as the record holds it; ``weight``: what it counts in a loss."""
 
     text: str
     pair: str | None
     label: Any
     where: str
+    weight: float = 1.0
 
 
 class LabelledWords(NamedTuple):
@@ -30,6 +33,7 @@ class LabelledWords(NamedTuple):
     words: list[str]
     labels: list[Any]
     where: str
+    weight: float = 1.0
 
 
 class Answered(NamedTuple):
@@ -43,53 +47,71 @@ class Answered(NamedTuple):
     answers: tuple[str, ...]
     start: int | None
     where: str
+    weight: float = 1.0
 
 
-def read_texts(source: Records, text: str, pair: str | None, label: str) -> Iterator[LabelledText]:
+def read_texts(
+    source: Records, text: str, pair: str | None, label: str, weight: str | None = None
+) -> Iterator[LabelledText]:
     """The records of a source as labelled texts; the arguments name its fields."""
-    for row in source.records():
+
+    def read(row: Record) -> LabelledText:
         second = None if pair is None else text_of(row, pair)
-        yield LabelledText(text_of(row, text), second, _label(row, label), row.name)
+        counts = weight_of(row.fields, row.name, weight)
+        return LabelledText(text_of(row, text), second, _label(row, label), row.name, counts)
+
+    return usable(source, source.records(), read)
 
 
-def read_words(source: Records, words: str, labels: str) -> Iterator[LabelledWords]:
+def read_words(source: Records, words: str, labels: str, weight: str | None = None) -> Iterator[LabelledWords]:
     """The records as labelled words: lists in JSON, or words between spaces with as many labels between spaces."""
-    for row in source.records():
+
+    def read(row: Record) -> LabelledWords:
         found = _list(row, words), _list(row, labels)
         if len(found[0]) != len(found[1]):
             raise UserError(f"{row.name}: {len(found[0])} words and {len(found[1])} labels; there must be one for each")
         for word in found[0]:
             if not isinstance(word, str) or not word.strip():
                 raise UserError(f"{row.name}: a word of '{words}' is not text: {word!r}")
-        yield LabelledWords(*found, row.name)
+        return LabelledWords(*found, row.name, weight_of(row.fields, row.name, weight))
+
+    return usable(source, source.records(), read)
 
 
-def read_answers(source: Records, question: str, context: str, answer: str, start: str) -> Iterator[Answered]:
+def read_answers(
+    source: Records, question: str, context: str, answer: str, start: str, weight: str | None = None
+) -> Iterator[Answered]:
     """The records as questions on a context (SQuAD, arXiv:1606.05250).
 
     ``answer`` holds the text, ``start`` the character where it begins in the context; both empty (or null) say that
     there is none (SQuAD 2.0, arXiv:1806.03822). A JSON list of answers may hold several; ``start`` is the first one's.
     An answer that is not where ``start`` says is refused.
     """
-    for row in source.records():
+
+    def read(row: Record) -> Answered:
         given = value_of(row, answer)
         answers = tuple(a for a in (given if isinstance(given, list) else [given]) if a)
         asked, passage = text_of(row, question), text_of(row, context)
-        if not answers:
-            yield Answered(asked, passage, (), None, row.name)
-            continue
-        at = value_of(row, start)
-        at = at[0] if isinstance(at, list) and at else at
-        begin = _whole(at)
-        if begin is None:
-            raise UserError(f"{row.name}: '{start}' must be the character where the answer begins, got {at!r}")
-        if not all(isinstance(a, str) for a in answers):
-            raise UserError(f"{row.name}: the field '{answer}' is not text")
-        if begin < 0 or passage[begin : begin + len(answers[0])] != answers[0]:
-            hint = passage.find(answers[0])
-            fix = f"; it stands at {hint}" if hint >= 0 else "; the context does not hold it"
-            raise UserError(f"{row.name}: the answer {answers[0][:40]!r} is not at character {begin}{fix}")
-        yield Answered(asked, passage, answers, begin, row.name)
+        begin = _begin(row, passage, answers, answer, start) if answers else None
+        return Answered(asked, passage, answers, begin, row.name, weight_of(row.fields, row.name, weight))
+
+    return usable(source, source.records(), read)
+
+
+def _begin(row: Record, passage: str, answers: tuple[Any, ...], answer: str, start: str) -> int:
+    """Where the first answer begins in the context."""
+    at = value_of(row, start)
+    at = at[0] if isinstance(at, list) and at else at
+    begin = _whole(at)
+    if begin is None:
+        raise UserError(f"{row.name}: '{start}' must be the character where the answer begins, got {at!r}")
+    if not all(isinstance(a, str) for a in answers):
+        raise UserError(f"{row.name}: the field '{answer}' is not text")
+    if begin < 0 or passage[begin : begin + len(answers[0])] != answers[0]:
+        hint = passage.find(answers[0])
+        fix = f"; it stands at {hint}" if hint >= 0 else "; the context does not hold it"
+        raise UserError(f"{row.name}: the answer {answers[0][:40]!r} is not at character {begin}{fix}")
+    return begin
 
 
 class Classes:
@@ -144,7 +166,7 @@ def score(label: Any, where: str) -> float:
 def _label(row: Record, field: str) -> Any:
     label = value_of(row, field)
     if label is None or (isinstance(label, str) and not label.strip()):
-        raise UserError(f"{row.name}: the label in '{field}' is missing")
+        raise Empty(f"{row.name}: the label in '{field}' is missing")
     if isinstance(label, list | dict):
         raise UserError(f"{row.name}: the label in '{field}' is a {type(label).__name__}, not a name or number")
     return label.strip() if isinstance(label, str) else label

@@ -43,8 +43,7 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-@lru_cache(maxsize=2)
-def epoch_permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+def permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in one epoch, ``(n_rows,)`` int64: a pure function of its arguments.
 
     Rows are sorted by 64 random bits each, from the counter-based generator Philox under the key (seed, epoch)
@@ -55,6 +54,10 @@ def epoch_permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     order = np.argsort(keys, kind="stable")
     order.flags.writeable = False
     return order
+
+
+epoch_permutation = lru_cache(maxsize=2)(permutation)
+"""The same for a reader that goes on from epoch to epoch: the last two are kept."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,12 @@ class Loader(Position):
 
     A batch holds the examples' arrays stacked, ``(B, …)`` on the CPU: rows of tokens give ``{"tokens", "segments",
     "targets"}``. ``batch(step)`` depends on the examples, the batch size, the seed and the step alone; iterating only
-    counts steps.
+    counts steps. ``one_pass``: how many examples there really are, where ``rows`` are a mixture of them in fixed
+    shares.
     """
 
-    def __init__(self, rows: Examples, batch_size: int, seed: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: Examples, batch_size: int, seed: int, *, one_pass: int | None = None) -> None:
+        self.rows, self.one_pass = rows, len(rows) if one_pass is None else one_pass
         self.order = BatchOrder(len(rows), batch_size, seed)
         self.step = 0
         shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.example(0, 0).items())
@@ -140,8 +144,8 @@ class Loader(Position):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches that hold every example at least once."""
-        return -(-self.order.n_rows // self.order.batch_size)
+        """Batches of one pass over the data: they hold as many examples as there are."""
+        return -(-self.one_pass // self.order.batch_size)
 
     def batch(self, step: int, *, part: int = 0, of: int = 1) -> Batch:
         """Batch ``step``, or one of ``of`` equal consecutive parts of it (a process of several, a micro-batch).

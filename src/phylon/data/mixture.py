@@ -7,6 +7,7 @@ import msgspec
 
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Record, digest
+from phylon.data.passed import usable
 from phylon.data.table import text_of
 from phylon.spec.base import Mechanism, Spec
 from phylon.spec.errors import UserError
@@ -35,9 +36,18 @@ class Task(Spec, frozen=True, kw_only=True):
         if self.cap is not None and self.cap < 1:
             raise UserError(f"cap of task '{self.name}' must be at least 1, got {self.cap}")
 
+    def record(self, record: Record) -> Record:
+        """A record of the source as one of the mixture: its own fields, the prefix in front of what is read."""
+        read, said = text_of(record, self.input), text_of(record, self.target)
+        fields = {**record.fields, "input": self.prefix + read, "target": said, "task": self.name}
+        return Record(fields, f"{self.name}/{record.name}")
+
 
 class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
-    """The records of several tasks as ``input`` (the prefix in front), ``target`` and ``task``; names are unique."""
+    """The records of several tasks as ``input`` (the prefix in front), ``target`` and ``task``; names are unique.
+
+    Their other fields stay. An item that is wrong is passed over or refused as the source of its task says.
+    """
 
     tasks: tuple[Task, ...]
 
@@ -49,11 +59,9 @@ class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
     def records(self) -> Iterator[Record]:
         for task in self.tasks:
             found = False
-            for record in task.source.records():
+            for record in usable(task.source, task.source.records(), task.record):
                 found = True
-                read, said = text_of(record, task.input), text_of(record, task.target)
-                fields = {"input": task.prefix + read, "target": said, "task": task.name}
-                yield Record(fields, f"{task.name}/{record.name}")
+                yield record
             if not found:
                 raise UserError(f"the source of task '{task.name}' gives no records")
 

@@ -84,8 +84,15 @@ class PackedRows:
         return Row(tokens[cut], segments[cut], _targets(tokens, segments)[cut])
 
     def example(self, index: int, epoch: int) -> dict[str, np.ndarray]:
-        """The row by name; the same in every epoch."""
-        return self.row(index)._asdict()
+        """The row by name, the same in every epoch; with ``weights`` (T,) of the targets where the store has some."""
+        found, weights = self.row(index)._asdict(), self.store.weights
+        if weights is None:
+            return found
+        start = index * self.seq_len + 1
+        stop = min(start + self.seq_len, self.store.n_tokens)
+        counted = np.zeros(self.seq_len, np.float32)
+        counted[: stop - start] = weights.of(start, stop)
+        return found | {"weights": np.where(found["targets"] == IGNORE, np.float32(0), counted)}
 
 
 @dataclass(frozen=True, eq=False, slots=True)

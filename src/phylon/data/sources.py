@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import msgspec
-
 from phylon.data.columns import Parquet
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import DataSource, Document, digest, file_stamps, read_utf8
-from phylon.data.passed import Policy, passed_over
+from phylon.data.documents import DataSource, Document, digest, file_stamps, missing, read_utf8
+from phylon.data.lines import json_object, read_lines
+from phylon.data.passed import Empty, Policies, Policy, usable
+from phylon.data.weighed import document_of
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
@@ -28,6 +28,7 @@ class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
 
     texts: tuple[str, ...]
     repeat: int = 1
+    empty: Policy = "skip"
 
     def __post_init__(self) -> None:
         assert not isinstance(self.texts, str), "Texts takes a tuple of texts, not one text"
@@ -37,7 +38,13 @@ class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
     def documents(self) -> Iterator[Document]:
         if not any(self.texts):
             raise UserError("the texts given hold no characters")
-        yield from (Document(text * self.repeat, f"text:{index}") for index, text in enumerate(self.texts) if text)
+        yield from usable(self, enumerate(self.texts), self._document)
+
+    def _document(self, item: tuple[int, str]) -> Document:
+        index, text = item
+        if not text:
+            raise Empty(f"text:{index} is empty")
+        return Document(text * self.repeat, f"text:{index}")
 
     def fingerprint(self) -> str:
         return digest("texts", self.texts, self.repeat)
@@ -59,34 +66,26 @@ class TextFile(Mechanism, DataSource, frozen=True, kw_only=True, tag="file"):
         return digest("file", file_stamps([Path(self.path)]))
 
 
-class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder"):
+class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
     """The UTF-8 files below a folder, one document each, sorted by their path in it, which is the document's name.
 
     A pattern without ``/`` is matched against the file's name, one with ``/`` against its path in the folder (where
-    ``*`` passes ``/``). Files and folders whose name starts with a dot, and links to folders, are passed
-    over. ``empty`` and ``unreadable``: whether such a file is passed over, with its name in the log, or ends the run.
+    ``*`` passes ``/``). Files and folders whose name starts with a dot, and links to folders, are passed over.
     """
 
     path: str
     patterns: tuple[str, ...] = TEXT_PATTERNS
     empty: Policy = "skip"
-    unreadable: Policy = "refuse"
 
     def documents(self) -> Iterator[Document]:
-        found = False
-        for path, name in self._files():
-            try:
-                text = read_utf8(path)
-            except UserError as problem:
-                passed_over(self.unreadable, problem)
-                continue
-            if text:
-                found = True
-                yield Document(text, name)
-            else:
-                passed_over(self.empty, UserError(f"'{path}' is empty"))
-        if not found:
-            raise UserError(f"every file matching {', '.join(self.patterns)} in '{self.path}' is empty")
+        return usable(self, self._files(), self._document)
+
+    def _document(self, file: tuple[Path, str]) -> Document:
+        path, name = file
+        text = read_utf8(path)
+        if not text:
+            raise Empty(f"'{path}' is empty")
+        return Document(text, name)
 
     def fingerprint(self) -> str:
         policies = (self.empty, self.unreadable)
@@ -94,6 +93,8 @@ class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder")
 
     def _files(self) -> list[tuple[Path, str]]:
         root = Path(self.path)
+        if not root.exists():
+            raise missing(root, "no folder")
         if not root.is_dir():
             raise UserError(f"'{root}' is not a folder")
         found, others = [], Counter[str]()
@@ -116,60 +117,37 @@ def _refuse(error: OSError) -> None:
     raise UserError(f"cannot read the folder '{error.filename}': {error.strerror}") from error
 
 
-class JsonLines(Mechanism, DataSource, frozen=True, kw_only=True, tag="jsonl"):
+class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
     """One JSON object a line; the document is the string in ``field``, its name ``<file name>:<line number>``.
 
-    Blank lines are passed over. ``empty`` and ``unreadable``: whether a line with an empty text, or without one at all,
-    is passed over, with its number in the log, or ends the run. The file is read line by line, so its size does not
-    matter.
+    ``field`` may also hold a list of the text's parts, each a string or ``{"text": …, "weight": …}``, and ``weight``
+    names a field with the weight of the whole document: what its tokens count in the loss, 1 unless given. Blank lines
+    are passed over. The file (also ``.gz``) is read line by line, so its size does not matter.
     """
 
     path: str
     field: str = "text"
+    weight: str | None = None
     empty: Policy = "skip"
-    unreadable: Policy = "refuse"
 
     def documents(self) -> Iterator[Document]:
-        path, empty = Path(self.path), True
-        try:
-            with path.open("rb") as lines:
-                for number, line in enumerate(lines, 1):
-                    text = self._text(line, f"{path}:{number}") if line.strip() else None
-                    if text:
-                        empty = False
-                        yield Document(text, f"{path.name}:{number}")
-        except OSError as error:
-            raise UserError(f"cannot read '{path}': {error.strerror}") from error
-        if empty:
-            raise UserError(f"'{path}' holds no text in the field '{self.field}'")
+        found, lines = False, read_lines(Path(self.path), self)
+        for document in usable(self, ((number, line) for number, line in lines if line.strip()), self._document):
+            found = True
+            yield document
+        if not found:
+            raise UserError(f"'{self.path}' holds no text in the field '{self.field}'")
+
+    def _document(self, item: tuple[int, str]) -> Document:
+        number, line = item
+        found = document_of(
+            json_object(line, f"{self.path}:{number}"), f"{self.path}:{number}", self.field, self.weight
+        )
+        return found._replace(name=f"{Path(self.path).name}:{number}")
 
     def fingerprint(self) -> str:
-        return digest("jsonl", self.field, self.empty, self.unreadable, file_stamps([Path(self.path)]))
-
-    def _text(self, line: bytes, where: str) -> str | None:
-        """The text of a line; ``None`` where the policy passes over it."""
-        try:
-            text = self._read(line, where)
-        except UserError as problem:
-            passed_over(self.unreadable, problem)
-            return None
-        if not text:
-            passed_over(self.empty, UserError(f"{where}: the field '{self.field}' is empty"))
-        return text or None
-
-    def _read(self, line: bytes, where: str) -> str:
-        try:
-            value = msgspec.json.decode(line.removeprefix(b"\xef\xbb\xbf"))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise UserError(f"{where}: not JSON ({error})") from error
-        if not isinstance(value, dict):
-            raise UserError(f'{where}: not a JSON object; each line must be one, such as {{"{self.field}": …}}')
-        if self.field not in value:
-            raise UserError(f"{where}: no field '{self.field}'{did_you_mean(self.field, value)}")
-        text = value[self.field]
-        if not isinstance(text, str):
-            raise UserError(f"{where}: the field '{self.field}' is not a string but {type(text).__name__}")
-        return text
+        what = (self.field, self.weight, self.empty, self.unreadable)
+        return digest("jsonl", what, file_stamps([Path(self.path)]))
 
 
 def open_source(name: str | Path) -> DataSource:
@@ -191,7 +169,7 @@ def open_source(name: str | Path) -> DataSource:
     if path.is_dir():
         return TextFolder(path=str(path))
     suffix = path.suffix.lower()
-    if suffix == ".jsonl":
+    if suffix == ".jsonl" or path.name.lower().endswith(".jsonl.gz"):
         return JsonLines(path=str(path))
     if suffix == ".parquet":
         return Parquet(path=str(path))
@@ -217,4 +195,8 @@ register(
         TextFolder(path="a", unreadable="skip"),
     ],
 )
-register(JsonLines, paper="none", cases=lambda: [JsonLines(path="a.jsonl", field="text")])
+register(
+    JsonLines,
+    paper="none",
+    cases=lambda: [JsonLines(path="a.jsonl", field="text"), JsonLines(path="a.jsonl", weight="w")],
+)

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from phylon.data.documents import DataSource, Document, Record, Source, digest
+from phylon.data.passed import usable
 from phylon.data.table import value_of
 from phylon.spec.errors import UserError
 
@@ -74,10 +75,9 @@ class RecordPart(msgspec.Struct, frozen=True, kw_only=True, tag="record_part", t
 
     def records(self) -> Iterator[Record]:
         total = kept = 0
-        for record in self.source.records():
+        for place, record in usable(self, self.source.records(), self._placed):
             total += 1
-            said = json.dumps([value_of(record, field) for field in self.fields])
-            if self.start <= _place(said, self.seed) < self.stop:
+            if self.start <= place < self.stop:
                 kept += 1
                 yield record
         if not kept:
@@ -85,6 +85,10 @@ class RecordPart(msgspec.Struct, frozen=True, kw_only=True, tag="record_part", t
                 f"none of the {total} records falls in the share {self.start:g} to {self.stop:g} of the split; "
                 "give more records or another share"
             )
+
+    def _placed(self, record: Record) -> tuple[float, Record]:
+        said = json.dumps([value_of(record, field) for field in self.fields])
+        return _place(said, self.seed), record
 
     def documents(self) -> Iterator[Document]:
         return self.source.documents()

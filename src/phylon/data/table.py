@@ -1,17 +1,14 @@
 """Tables of named columns: TSV, CSV and JSON lines, plain or gzipped; every row knows its file and line."""
 
 import csv
-import gzip
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from phylon.data.documents import DataSource, Record, digest, file_stamps
-from phylon.spec.base import Mechanism
-from phylon.spec.errors import UserError, did_you_mean, system_reason
+from phylon.data.documents import Record, digest, file_stamps
+from phylon.data.lines import checked, json_object, read_lines
+from phylon.data.passed import Empty, Policies, passed_over, usable
+from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 
 KINDS = (".tsv", ".csv", ".jsonl")
@@ -31,11 +28,11 @@ def text_of(record: Record, field: str) -> str:
     if not isinstance(value, str):
         raise UserError(f"{record.name}: the field '{field}' is not text but {type(value).__name__}")
     if not value.strip():
-        raise UserError(f"{record.name}: the field '{field}' is empty")
+        raise Empty(f"{record.name}: the field '{field}' is empty")
     return value
 
 
-class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
+class Table(Policies, frozen=True, kw_only=True, tag="table"):
     """Records of named fields: a ``.tsv``, ``.csv`` or ``.jsonl`` file, or one of these with ``.gz`` behind.
 
     ``columns`` names the columns of a TSV or CSV file without a heading; left out, the first line is the heading. A TSV
@@ -75,53 +72,53 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
-        return digest("table", self.columns, file_stamps([Path(self.path)]))
+        what = (self.columns, self.format, self.empty, self.unreadable)
+        return digest("table", what, file_stamps([Path(self.path)]))
 
     def _separated(self) -> Iterator[Record]:
-        name = Path(self.path).name
-        columns = None if self.columns is None else list(self.columns)
-        for number, cells in self._cells():
-            where = f"{name}:{number}"
-            if columns is None:
-                if "" in cells or len(set(cells)) < len(cells):
-                    raise UserError(f"{where}: a heading names each column once; for a file without one give columns")
-                columns = cells
-            elif len(cells) != len(columns):
+        name, rows = Path(self.path).name, self._cells()
+        columns = self.columns
+        if columns is None:
+            number, heading = next(rows, (0, []))
+            columns = tuple(checked(cell, f"{name}:{number}") for cell in heading)
+            if "" in columns or len(set(columns)) < len(columns):
+                raise UserError(
+                    f"{name}:{number}: a heading names each column once; for a file without one give columns"
+                )
+
+        def record(row: tuple[int, list[str]]) -> Record:
+            where, cells = f"{name}:{row[0]}", row[1]
+            if len(cells) != len(columns):
                 raise UserError(f"{where}: {len(cells)} cells for the {len(columns)} columns {', '.join(columns)}")
-            else:
-                yield Record(dict(zip(columns, cells, strict=True)), where)
+            return Record(dict(zip(columns, (checked(cell, where) for cell in cells), strict=True)), where)
+
+        return usable(self, rows, record)
 
     def _cells(self) -> Iterator[tuple[int, list[str]]]:
-        lines = read_lines(Path(self.path))
+        lines = read_lines(Path(self.path), self)
         if self.suffix == ".tsv":
-            for number, line in lines:
-                if line.strip():
-                    yield number, line.split("\t")
+            yield from ((number, line.split("\t")) for number, line in lines if line.strip())
             return
         reader = csv.reader((line + "\n" for _, line in lines), strict=True)
-        try:
-            for cells in reader:
-                if cells:
-                    yield reader.line_num, cells
-        except csv.Error as error:
-            raise UserError(f"{Path(self.path).name}:{reader.line_num}: not CSV ({error})") from None
+        while True:
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                where = f"{Path(self.path).name}:{reader.line_num}"
+                passed_over(self, UserError(f"{where}: not CSV ({error})"))
+                continue
+            if cells is None:
+                return
+            if cells:
+                yield reader.line_num, cells
 
     def _json(self) -> Iterator[Record]:
         name = Path(self.path).name
-        for number, line in read_lines(Path(self.path)):
-            if not line.strip():
-                continue
-            where = f"{name}:{number}"
-            try:
-                value = msgspec.json.decode(line)
-            except msgspec.DecodeError as error:
-                raise UserError(f"{where}: not JSON ({error})") from None
-            if not isinstance(value, dict):
-                raise UserError(f"{where}: not a JSON object but {type(value).__name__}")
-            yield Record(value, where)
+        lines = ((f"{name}:{number}", line) for number, line in read_lines(Path(self.path), self) if line.strip())
+        return usable(self, lines, lambda item: Record(json_object(item[1], item[0]), item[0]))
 
 
-class Records(Mechanism, DataSource, frozen=True, kw_only=True):
+class Records(Policies, frozen=True, kw_only=True):
     """Records written in the recipe itself, named ``record:0``, ``record:1``, …; each ``repeat`` times."""
 
     rows: tuple[dict[str, Any], ...]
@@ -136,27 +133,7 @@ class Records(Mechanism, DataSource, frozen=True, kw_only=True):
             yield Record(fields, f"record:{index}")
 
     def fingerprint(self) -> str:
-        return digest("records", self.rows, self.repeat)
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file (gzipped where it ends in ``.gz``), numbered from 1, without their ends.
-
-    Only ``\\n`` (or ``\\r\\n``) ends a line, so that a separator inside of a text does not shift what follows.
-    """
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for raw in file:
-                number += 1
-                line = raw.decode("utf-8").rstrip("\n").removesuffix("\r")
-                yield number, line.removeprefix("\ufeff") if number == 1 else line
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path.name}:{number}: not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"'{path}' is damaged after line {number}: {error}") from None
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {system_reason(error)}") from None
+        return digest("records", self.rows, self.repeat, self.empty, self.unreadable)
 
 
 register(

@@ -44,19 +44,37 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
+class TokenWeights:
+    """What each token counts in a loss: ``values`` (R,) float32 from the offsets ``starts`` (R,) int64 on."""
+
+    starts: np.ndarray
+    values: np.ndarray
+
+    def of(self, start: int, stop: int) -> np.ndarray:
+        """The weights of the tokens ``[start, stop)``, float32."""
+        return self.values[np.searchsorted(self.starts, np.arange(start, stop), side="right") - 1]
+
+    def slice(self, start: int, stop: int) -> "TokenWeights":
+        """Those of a part of the tokens."""
+        low, high = np.searchsorted(self.starts, [start, stop - 1], side="right")
+        return TokenWeights(np.maximum(self.starts[low - 1 : high] - start, 0), self.values[low - 1 : high])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class TokenStore:
     """The tokens of all documents, end to end.
 
     ``tokens`` is ``(n_tokens,)`` uint16 or uint32, memory-mapped and read-only when kept on disk; ``boundaries`` is
     ``(n_documents,)`` int64, the offset at which each document starts (the first is 0). ``pieces`` ``(n_pieces,)``
-    int64 are the starts of all sentences, where the documents were cut into sentences. ``fingerprint`` is a hash of
-    all: equal fingerprints are equal data.
+    int64 are the starts of all sentences, where the documents were cut into sentences. ``weights``: what the tokens
+    count in a loss, where not all count 1. ``fingerprint`` is a hash of all: equal fingerprints are equal data.
     """
 
     tokens: np.ndarray
     boundaries: np.ndarray
     fingerprint: str
     pieces: np.ndarray | None = None
+    weights: TokenWeights | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -83,7 +101,8 @@ class TokenStore:
 
         pieces = None if self.pieces is None else inside(self.pieces)
         fingerprint = digest(self.fingerprint, start, stop)
-        return TokenStore(self.tokens[start:stop], inside(self.boundaries), fingerprint, pieces)
+        weights = None if self.weights is None else self.weights.slice(start, stop)
+        return TokenStore(self.tokens[start:stop], inside(self.boundaries), fingerprint, pieces, weights)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     cut: str | None = None
     n_tokens: int = 0
     n_documents: int = 0
+    weighed: bool = False
     fingerprint: str = ""
 
     @property
@@ -130,7 +150,8 @@ def tokenise(
 
     A document above a million characters is encoded in pieces, cut after a line end between two characters that are not
     white space: the same ids for tokenizers that never merge over such a place (byte-level BPE); others may differ
-    there.
+    there. Parts of a document that count differently are encoded each alone, so that no token has two weights; what is
+    put around a document counts as what it is next to.
     """
     wanted = Manifest(
         format=FORMAT,
@@ -142,11 +163,11 @@ def tokenise(
     )
     batches = _encoded(source, tokenizer, wanted, cut, progress or (lambda documents, tokens: None))
     if cache_dir is None:
-        parts, lengths, pieces = zip(*batches, strict=True)
-        tokens, boundaries = np.concatenate(parts), _starts(lengths)
+        parts, lengths, pieces, weighed = zip(*batches, strict=True)
+        tokens, boundaries, weights = np.concatenate(parts), _starts(lengths), _weights(weighed)
         hashed = hashlib.blake2b(tokens.data, digest_size=16)
-        hashed.update(boundaries.data)
-        return TokenStore(tokens, boundaries, hashed.hexdigest(), None if cut is None else _starts(pieces))
+        _hash_rest(hashed, boundaries, weights)
+        return TokenStore(tokens, boundaries, hashed.hexdigest(), None if cut is None else _starts(pieces), weights)
     folder = Path(cache_dir) / f"tokens-{wanted.key}"
     try:
         store = _open(folder, wanted)
@@ -182,19 +203,22 @@ def _build(folder: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> Tok
 def _write(beside: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> None:
     lengths: list[list[int]] = []
     pieces: list[list[int]] = []
+    weighed: list[list[tuple[int, float]]] = []
     with (beside / "tokens.bin").open("wb") as file:
         hashed = hashlib.blake2b(digest_size=16)
-        for part, batch_lengths, batch_pieces in batches:
+        for part, batch_lengths, batch_pieces, batch_weighed in batches:
             lengths.append(batch_lengths)
             pieces.append(batch_pieces)
+            weighed.append(batch_weighed)
             hashed.update(part.data)
             file.write(part.data)
         file.flush()
         os.fsync(file.fileno())
-    boundaries = _starts(lengths)
-    hashed.update(boundaries.data)
-    starts = {"boundaries": boundaries} | ({} if wanted.cut is None else {"pieces": _starts(pieces)})
-    for name, array in starts.items():
+    boundaries, weights = _starts(lengths), _weights(weighed)
+    _hash_rest(hashed, boundaries, weights)
+    arrays = {"boundaries": boundaries} | ({} if wanted.cut is None else {"pieces": _starts(pieces)})
+    arrays |= {} if weights is None else {"weight_starts": weights.starts, "weight_values": weights.values}
+    for name, array in arrays.items():
         with (beside / f"{name}.npy").open("wb") as file:
             np.save(file, array)
             file.flush()
@@ -203,6 +227,7 @@ def _write(beside: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> Non
         wanted,
         n_tokens=sum(map(sum, lengths)),
         n_documents=len(boundaries),
+        weighed=weights is not None,
         fingerprint=hashed.hexdigest(),
     )
     with (beside / "manifest.json").open("wb") as file:
@@ -219,21 +244,30 @@ def _open(folder: Path, wanted: Manifest) -> TokenStore | None:
             return None
         boundaries = np.load(folder / "boundaries.npy", allow_pickle=False)
         pieces = None if wanted.cut is None else np.load(folder / "pieces.npy", allow_pickle=False)
+        weights = (
+            TokenWeights(*(np.load(folder / f"weight_{name}.npy") for name in ("starts", "values")))
+            if found.weighed
+            else None
+        )
         size = (folder / "tokens.bin").stat().st_size
     except (OSError, ValueError, EOFError):  # msgspec's errors are ValueErrors, numpy's either of the two
         return None
     if len(boundaries) != found.n_documents or size != found.n_tokens * found.dtype.itemsize:
         return None
     tokens = np.memmap(folder / "tokens.bin", dtype=found.dtype, mode="r", shape=(found.n_tokens,))
-    return TokenStore(tokens, boundaries, found.fingerprint, pieces)
+    return TokenStore(tokens, boundaries, found.fingerprint, pieces, weights)
 
 
 class _Encoded(NamedTuple):
-    """A batch of documents: the ids of all, the number of ids of each document, and of each piece."""
+    """A batch of documents: the ids of all, the number of ids of each document, and of each piece.
+
+    ``weights``: runs of ids (how many, the weight of each).
+    """
 
     ids: np.ndarray
     lengths: list[int]
     pieces: list[int]
+    weights: list[tuple[int, float]]
 
 
 def _encoded(
@@ -243,16 +277,21 @@ def _encoded(
     before, after = map(list, wanted.around)
     n_documents = n_tokens = 0
     for batch in _batched(source.documents()):
-        pieces = [list((cut or _pieces)(document.text)) for document in batch]
-        encoded = iter(tokenizer.encode_batch(list(itertools.chain.from_iterable(pieces)), special=False))
+        pieces = [_weighed_pieces(document, cut or _pieces) for document in batch]
+        texts = [text for document_pieces in pieces for text, _ in document_pieces]
+        encoded = iter(tokenizer.encode_batch(texts, special=False))
         rows: list[list[int]] = []
         lengths: list[int] = []
+        weights: list[tuple[int, float]] = []
         for document_pieces in pieces:
-            found = [ids for ids in itertools.islice(encoded, len(document_pieces)) if ids]
+            found = [(ids, weight) for _, weight in document_pieces if (ids := next(encoded))]
             if found:
-                rows.append([*before, *itertools.chain.from_iterable(found), *after])
-                found[0], found[-1] = [*before, *found[0]], [*found[-1], *after]
-                lengths += map(len, found) if len(found) > 1 else [len(rows[-1])]
+                parts = [ids for ids, _ in found]
+                rows.append([*before, *itertools.chain.from_iterable(parts), *after])
+                parts[0], parts[-1] = [*before, *parts[0]], [*parts[-1], *after]
+                own = [len(ids) for ids in parts] if len(parts) > 1 else [len(rows[-1])]
+                lengths += own
+                weights += zip(own, (weight for _, weight in found), strict=True)
         if not rows:
             continue
         flat = np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int64)
@@ -261,7 +300,7 @@ def _encoded(
                 raise UserError(f"the tokenizer gave the id {worst}, outside its vocab_size of {wanted.vocab_size}")
         n_documents, n_tokens = n_documents + len(rows), n_tokens + len(flat)
         progress(n_documents, n_tokens)
-        yield _Encoded(flat.astype(wanted.dtype), [len(row) for row in rows], lengths)
+        yield _Encoded(flat.astype(wanted.dtype), [len(row) for row in rows], lengths, weights)
     if not n_documents:
         raise UserError("the tokenizer gave no ids for any document of the data")
 
@@ -285,6 +324,38 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : place.end()]
         start = place.end()
     yield text[start:]
+
+
+def _weighed_pieces(document: Document, cut: Cut) -> list[tuple[str, float]]:
+    """What of a document is encoded at once, and its weight: parts of different weights apart."""
+    if not document.weights:
+        return [(piece, 1.0) for piece in cut(document.text)]
+    found, start = [], 0
+    for length, weight in document.weights:
+        found += [(piece, weight) for piece in cut(document.text[start : start + length])]
+        start += length
+    assert start == len(document.text), "the parts of a document make up its text"
+    return found
+
+
+def _weights(batches: Iterable[list[tuple[int, float]]]) -> TokenWeights | None:
+    """The runs of all batches, equal ones together; ``None`` where everything counts 1."""
+    starts, values, at = [0], [1.0], 0
+    for length, weight in itertools.chain.from_iterable(batches):
+        if at == 0:
+            values[0] = weight
+        elif weight != values[-1]:
+            starts.append(at)
+            values.append(weight)
+        at += length
+    return None if values == [1.0] else TokenWeights(np.array(starts, np.int64), np.array(values, np.float32))
+
+
+def _hash_rest(hashed: "hashlib.blake2b", boundaries: np.ndarray, weights: TokenWeights | None) -> None:
+    """Add what belongs to the tokens to their hash."""
+    hashed.update(boundaries.data)
+    for array in () if weights is None else (weights.starts, weights.values):
+        hashed.update(array.data)
 
 
 def _starts(lengths: Iterable[list[int]]) -> np.ndarray:

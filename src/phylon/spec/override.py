@@ -22,7 +22,10 @@ class _NoSuchPlace(UserError):
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """``"a.b=3"`` -> ``("a.b", 3)``. The value is read as TOML; what is not TOML is a string; ``none`` is ``None``."""
+    """``"a.b=3"`` -> ``("a.b", 3)``. The value is read as TOML; what is not TOML is a string.
+
+    ``none`` and ``null`` are ``None``, which takes an optional part out.
+    """
     path, sign, value = text.partition("=")
     if not sign or not path.strip():
         raise UserError(f"'{text}' is not an assignment; write path=value, for example optim.lr=3e-4")
@@ -30,8 +33,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, ``None`` for ``none``, else the text itself."""
-    if text.lower() == "none":
+    """A TOML value, ``None`` for ``none`` and ``null``, else the text itself."""
+    if text.lower() in ("none", "null"):
         return None
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -35,7 +35,9 @@ class RowCost(NamedTuple):
 
 
 def row_cost(gradients: Gradients, batch: Batch) -> RowCost:
-    """Run one and two rows of ``batch`` (which has at least two) forward and backward, and see what is allocated."""
+    """Run one and two rows of ``batch`` forward and backward, and see what is allocated."""
+    if len(next(iter(batch.values()))) == 1:
+        batch = {name: torch.cat([value, value]) for name, value in batch.items()}
     found = [_measured(gradients, {name: value[:rows] for name, value in batch.items()}) for rows in (1, 2)]
     gradients.optimizer.drop()
     pairs = [(one, max(0.0, two - one)) for one, two in zip(*found, strict=True)]

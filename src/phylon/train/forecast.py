@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phylon.data import Batches, BatchOrder, Loader, Source
+from phylon.data import Batches, BatchOrder, BucketLoader, Loader, PaddedLoader, Source
 from phylon.model import Model, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
@@ -97,11 +97,13 @@ class Estimate:
 class _Sampled:
     """What a few batches tell: the cost of the largest one's rows, and means over all, each a row's.
 
-    ``share``: the mean row's FLOPs over those of the rows that were measured. ``rows``: of a whole batch.
+    ``share``: the mean row's FLOPs over those of the rows that were measured. ``rows``: of a whole batch, on the mean;
+    ``most_rows``: those of the largest one, which the memory must do for.
     """
 
     cost: RowCost
     rows: float
+    most_rows: int
     steps: int
     tokens: float
     flops: float
@@ -130,9 +132,9 @@ def estimate(
         )
     with tempfile.TemporaryDirectory() as folder:
         found = _sampled(recipe, source, Path(folder), device)
-    rows = math.ceil(found.rows / (recipe.run.accumulate * world.size))
+    rows = math.ceil(found.most_rows / (recipe.run.accumulate * world.size))
     kept, peak, seconds = found.cost.at(rows)
-    per_step = seconds * found.share * recipe.run.accumulate
+    per_step = seconds * found.share * recipe.run.accumulate * found.rows / found.most_rows
     limit = math.inf if recipe.run.max_minutes is None else recipe.run.max_minutes * 60 / per_step
     steps = int(min(found.steps, limit))
     tokens = round(steps * found.rows * found.tokens)
@@ -178,11 +180,10 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
             f"not even one row of {recipe.data.seq_len} tokens fits: it needs {in_words(found.total_bytes)}, and "
             f"{in_words(free)} are free; lower data.seq_len, or set run.recompute=blocks"
         )
-    parts = -(-recipe.run.batch_size // (found.rows_that_fit * world.size))
+    remedy = recipe.objective.shrunk(recipe, found.rows_that_fit, found.rows, world.size)
     raise UserError(
         f"{found.rows} rows at once need {in_words(found.total_bytes)}, and {in_words(free)} are free; "
-        f"{found.rows_that_fit} rows fit: set run.accumulate={parts} for the same batch, or "
-        f"run.batch_size={found.rows_that_fit * recipe.run.accumulate * world.size}"
+        f"{found.rows_that_fit} rows fit: {remedy}"
     )
 
 
@@ -193,7 +194,9 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
     if run.epochs is None:
         small |= {"run.batch_size": 2, "data.held_out": 0.0}
         if objective.reads_text:
-            small["data.max_bytes"] = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
+            # A batch by tokens must find as many in the sample as it may hold.
+            enough = SAMPLE_BYTES if not objective.by_tokens else max(SAMPLE_BYTES, 16 * objective.most_tokens(recipe))
+            small["data.max_bytes"] = min(enough, recipe.data.max_bytes or enough)
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = apply_overrides(recipe, small)
@@ -213,19 +216,21 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
     parallel = Parallel(model, World(), "ddp")
     optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
     loader = prepared.feed.loader
+    heaviest = loader.heaviest() if isinstance(loader, BucketLoader | PaddedLoader) else loader.batch(0)
     batches = [loader.batch(step) for step in range(N_SAMPLED)]
     sizes, trained = [_rows(batch) for batch in batches], trained_share(parallel.parameters())
     flops = [objective.training_flops(model.spec, b, trained) / n for b, n in zip(batches, sizes, strict=True)]
-    largest = max(range(N_SAMPLED), key=lambda i: flops[i])
+    largest = objective.training_flops(model.spec, heaviest, trained) / _rows(heaviest)
     mean = sum(f * n for f, n in zip(flops, sizes, strict=True)) / sum(sizes)
     by_rows = isinstance(getattr(loader, "order", None), BatchOrder)
     return _Sampled(
-        cost=row_cost(Gradients(parallel, objective, optimizer, precision, 1), batches[largest]),
+        cost=row_cost(Gradients(parallel, objective, optimizer, precision, 1), heaviest),
         rows=run.batch_size if by_rows else sum(sizes) / N_SAMPLED,
+        most_rows=run.batch_size if by_rows else _rows(heaviest),
         steps=_steps(recipe, loader),
         tokens=sum(map(objective.n_tokens, batches)) / sum(sizes),
         flops=mean,
-        share=mean / flops[largest] if flops[largest] else 1.0,
+        share=mean / largest if largest else 1.0,
     )
 
 
@@ -273,10 +278,11 @@ def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
 
     Korthikanti et al. (arXiv:2205.05198), equation 1, has 34 bytes and 5 bytes of scores for half precision.
     """
-    rows, length = -(-recipe.run.batch_size // (recipe.run.accumulate * world.size)), recipe.data.seq_len
+    length = recipe.data.seq_len
+    tokens = max(length, recipe.objective.most_tokens(recipe) / (recipe.run.accumulate * world.size))
     total = 0.0
     for stack in shape.spec.stacks.values():
-        total += 4.0 * rows * length * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
+        total += 4.0 * tokens * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
     return total
 
 

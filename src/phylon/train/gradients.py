@@ -50,8 +50,12 @@ class Gradients:
 
     def parts(self, batch: Batch) -> list[Batch]:
         """This process's parts of a batch, in order; all processes' parts in order are the batch."""
-        world = self.parallel.world
-        return cut(cut(batch, world.size)[world.rank], self.accumulate)
+        world, rows = self.parallel.world, len(next(iter(batch.values())))
+        # A batch by token count may have fewer rows than parts; all processes must have as many parts as each other,
+        # since they wait for each other in each.
+        count = min(self.accumulate, -(-rows // world.size))
+        mine = cut(cut(batch, world.size)[world.rank], count)
+        return [part if len(next(iter(part.values()))) else self.objective.blank(batch) for part in mine]
 
     def of(self, batch: Batch, scale: LossScale | None, watch: Callable[[], Any] = nullcontext) -> Found:
         """Forward and backward passes; ``watch`` is entered around the first forward pass."""
@@ -125,6 +129,4 @@ def cut(batch: Batch, count: int) -> list[Batch]:
     if count == 1:
         return [batch]
     split = {name: tensor.tensor_split(count) for name, tensor in batch.items()}
-    parts = [{name: pieces[i] for name, pieces in split.items()} for i in range(count)]
-    # A batch by token count may have fewer rows than parts.
-    return [part for part in parts if len(next(iter(part.values())))]
+    return [{name: pieces[i] for name, pieces in split.items()} for i in range(count)]

@@ -27,10 +27,10 @@ def f1_of(predictions: Sequence[object], labels: Sequence[object], positive: obj
     return 2 * hits / told if told else 0.0
 
 
-def macro_f1(predictions: Sequence[object], labels: Sequence[object]) -> float:
-    """The mean of ``f1_of`` over every class that is predicted or a label."""
+def macro_f1(predictions: Sequence[object], labels: Sequence[object], classes: Sequence[object] | None = None) -> float:
+    """The mean of ``f1_of`` over ``classes``; left out, over every class that is predicted or a label."""
     _check(predictions, labels)
-    classes = set(predictions) | set(labels)
+    classes = list(set(predictions) | set(labels)) if classes is None else classes
     return sum(f1_of(predictions, labels, which) for which in classes) / len(classes)
 
 
@@ -86,16 +86,18 @@ def mean_squared_error(xs: Sequence[float], ys: Sequence[float]) -> float:
     return float(np.mean((np.asarray(xs, np.float64) - np.asarray(ys, np.float64)) ** 2))
 
 
-def retrieval_accuracy(queries: np.ndarray, answers: np.ndarray) -> float:
+def retrieval_accuracy(queries: np.ndarray, answers: np.ndarray, texts: np.ndarray | None = None) -> float:
     """How often the most similar of all ``answers`` (N, D) is a query's own, by cosine; ``queries`` (N, D).
 
-    A tie is a miss unless the query's own answer comes first in it: a model that says the same of all texts has 1 / N.
+    ``texts`` (N,) numbers what the answers say: one that says the same as a query's own is its own. A tie is a miss
+    unless the query's own answer comes first in it: a model that says the same of all N different texts has 1 / N.
     """
     assert queries.shape == answers.shape, (queries.shape, answers.shape)
     if not len(queries):
         raise UserError("there are no pairs to search among")
     unit = [x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12) for x in (queries, answers)]
-    return float(np.mean((unit[0] @ unit[1].T).argmax(1) == np.arange(len(queries))))
+    texts = np.arange(len(queries)) if texts is None else texts
+    return float(np.mean(texts[(unit[0] @ unit[1].T).argmax(1)] == texts))
 
 
 def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> tuple[float, str]:

@@ -25,7 +25,13 @@ Kind = Literal["ddp", "fsdp"]
 
 
 def check_parallel(recipe: Any) -> None:
-    """Refuse what shards of matrices cannot be trained by: these optimizers need them whole."""
+    """Refuse what several processes cannot share: fewer rows than parts, and shards for what needs whole matrices."""
+    size, run = int(os.environ.get("WORLD_SIZE", "1")), recipe.run
+    if size > 1 and not recipe.objective.by_tokens and run.batch_size < size * run.accumulate:
+        raise UserError(
+            f"a batch of {run.batch_size} rows cannot be shared by {size} processes in {run.accumulate} parts each; "
+            f"give run.batch_size={size * run.accumulate} or more"
+        )
     if recipe.run.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         kind = type(recipe.optim).__name__
         if kind in ("Adafactor", "Muon"):

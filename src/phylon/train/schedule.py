@@ -138,6 +138,8 @@ def _check(warmup: int, total: int | None, min_ratio: float = 0.0) -> None:
         raise UserError(f"warmup is a number of steps and cannot be {warmup}")
     if total is not None and total < 1:
         raise UserError(f"total is a number of steps and cannot be {total}")
+    if total is not None and warmup >= total:
+        raise UserError(f"warmup {warmup} must be less than the total of {total} steps")
     if not 0 <= min_ratio <= 1:
         raise UserError(f"min_ratio is a share of the peak rate, 0 to 1; got {min_ratio}")
 

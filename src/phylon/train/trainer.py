@@ -141,12 +141,6 @@ class Trainer(Session):
                 f"cannot read the data{named} of step {self.state.step}: {system_reason(error)}; "
                 f"the last good state is in {self.checkpoints}, --resume goes on from it"
             ) from None
-        size, accumulate, rows = self.world.size, self.recipe.run.accumulate, len(next(iter(batch.values())))
-        if size > 1 and rows < size * accumulate:
-            raise UserError(
-                f"a batch of {rows} rows cannot be shared by {size} processes in {accumulate} parts each; "
-                f"give run.batch_size={size * accumulate} or more"
-            )
         return batch
 
     def _update(self, found: Found, lr: float, watching: bool) -> Record:

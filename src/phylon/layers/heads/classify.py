@@ -145,14 +145,16 @@ class SpanModule(Part):
     def forward(self, hidden: Tensor, ctx: Context) -> Tensor:
         return self.proj(dropped(hidden, self.spec.dropout, self.training))
 
-    def loss(self, hidden: Tensor, targets: Tensor, ctx: Context) -> Loss:
+    def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
+        targets, weights, smoothing, z_loss = Targets.of(targets)
         if targets.shape != (len(hidden), 2):
             raise UserError(f"span targets must be ({len(hidden)}, 2), got {tuple(targets.shape)}")
         scores = self(hidden, ctx).transpose(1, 2)
         if ctx.records.segments is not None:
             scores = scores.masked_fill((ctx.records.segments == 0)[:, None], torch.finfo(scores.dtype).min)
         inside = (targets >= 0) & (targets < hidden.shape[1])
-        return cross_entropy(scores, torch.where(inside, targets, -100))
+        asked = torch.where(inside, targets, IGNORE)
+        return cross_entropy(scores, asked, label_smoothing=smoothing, weights=weights, z_loss=z_loss)
 
 
 class MaskedLMModule(Part):

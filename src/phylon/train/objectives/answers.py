@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from phylon.data.labelled import Answered, read_answers
+from phylon.data.passed import usable
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -15,7 +16,7 @@ from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.text import Tokenizer
 from phylon.train.measures import exact_match, token_f1
-from phylon.train.objectives.base import Batch, Feed, Material, Metrics, need_head
+from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_learned, need_head, weighed
 from phylon.train.objectives.supervised import Arrays, RecordObjective, inputs, joint_arrays, parts, row_feed
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
 
     ``question``, ``context``, ``answer`` and ``start`` name the fields of a record: ``start`` is the character of the
     context where the (first) answer begins; an empty answer says that there is none (section 4.3), which is column 0.
-    A context longer than ``data.seq_len`` leaves room for is read in windows that move by ``stride`` tokens (released
-    code), each a row of its own; in a window without the whole answer there is none. A prediction is the best span of
-    at most ``max_answer`` tokens over all windows; with a ``threshold`` it is none unless it beats column 0 of its
-    window by that much. Evaluation reports ``exact_match`` and ``f1`` as SQuAD does (arXiv:1606.05250, section 6.1), in
-    shares of 1.
+    ``weight`` names a field with what a question counts. A context longer than ``data.seq_len`` leaves room for is read
+    in windows that move by ``stride`` tokens, or by their own length where that is less (released code), each a row of
+    its own; in a window without the whole answer there is none. A prediction is the best span of at most ``max_answer``
+    tokens over all windows; with a ``threshold`` it is none unless it beats column 0 of its window by that much.
+    Evaluation reports ``exact_match`` and ``f1`` as SQuAD does (arXiv:1606.05250, section 6.1), in shares of 1.
     """
 
     question: str = "question"
@@ -44,6 +45,7 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     max_answer: int = 30
     threshold: float | None = None
     head: str = "span"
+    weight: str | None = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         for name in ("stride", "max_answer"):
@@ -67,12 +69,19 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     def feed(self, material: Material) -> Feed:
         made: dict[str, list[Arrays]] = {}
         for which, source in parts(material):
-            rows = read_answers(source, self.question, self.context, self.answer, self.start)
+            rows = read_answers(source, self.question, self.context, self.answer, self.start, self.weight)
+            asked = list(usable(source, rows, lambda row: (row, list(self.windows(material, row)))))
             made[which] = [
-                example | (_reference(row, number) if which == "held-out" else {})
-                for number, row in enumerate(rows)
-                for example in self.windows(material, row)
+                self.with_weight(example, row.weight) | (_reference(row, number) if which == "held-out" else {})
+                for number, (row, windows) in enumerate(asked)
+                for example in windows
             ]
+            lost = [row.where for row, windows in asked if row.start is not None and not any(map(_answered, windows))]
+            if lost:
+                material.say(
+                    f"the answers of {len(lost):,} {which} questions ({', '.join(lost[:3])}, …) are whole in no window "
+                    "and learned as none: raise data.seq_len, or lower objective.stride"
+                )
         return row_feed(material, made["training"], made.get("held-out"))
 
     def windows(self, material: Material, row: Answered) -> Iterator[Arrays]:
@@ -88,7 +97,7 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
         if room < 1:
             raise UserError(f"{row.where}: the question alone fills data.seq_len {material.recipe.data.seq_len} tokens")
         first, last = places[0], places[-1] + 1
-        for at in range(first, last, self.stride):
+        for at in range(first, last, min(self.stride, room)):
             end = min(at + room, last)
             keep = [*range(first), *range(at, end), *range(last, len(joint.ids))]
             window = joint.keep(keep)
@@ -102,10 +111,10 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
         return {self.head: batch["tokens"].numel()}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {self.head: 2 * len(batch["targets"])}
+        return {self.head: n_learned(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        out = model(**inputs(batch), targets={self.head: batch["targets"]}, logits="none")
+        out = model(**inputs(batch), targets={self.head: weighed(batch)}, logits="none")
         return {self.head: out.losses[self.head]}
 
     def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
@@ -113,7 +122,7 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
         answers: dict[int, list[str]] = {}
         total = count = 0.0
         for batch in batches:
-            out = model(**inputs(batch), targets={self.head: batch["targets"]})
+            out = model(**inputs(batch), targets={self.head: weighed(batch)})
             loss = out.losses[self.head]
             total, count = total + float(loss.sum), count + float(loss.count)
             scores = out.heads[self.head].float().cpu()
@@ -143,6 +152,11 @@ def best_span(scores: Tensor, spans: Tensor, most: int) -> tuple[float, int, int
     both = both.masked_fill(~torch.ones_like(both, dtype=torch.bool).triu().tril(most - 1), -torch.inf)
     first, last = divmod(int(both.argmax()), len(scores))
     return float(both[first, last] - scores[0].sum()), int(spans[first, 0]), int(spans[last, 1])
+
+
+def _answered(window: Arrays) -> bool:
+    """Whether the answer is in the window."""
+    return bool(window["targets"].any())
 
 
 def _columns(spans: np.ndarray, row: Answered) -> tuple[int, int]:

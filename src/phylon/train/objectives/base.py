@@ -11,7 +11,7 @@ from torch import Tensor
 from phylon.account.flops import Pass, flops_of_pass
 from phylon.data import Batches, Source, split_documents
 from phylon.model import GenerationDefaults, Model, ModelSpec
-from phylon.ops.loss import IGNORE, Loss
+from phylon.ops.loss import IGNORE, Loss, Targets
 from phylon.spec.base import Slot
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer
@@ -84,6 +84,9 @@ class Objective(Slot):
     reads_text: ClassVar[bool] = True
     """Whether the data are turned into token ids, which takes a tokenizer."""
 
+    by_tokens: ClassVar[bool] = False
+    """Whether a batch has as many rows as its tokens allow, instead of ``run.batch_size``."""
+
     whole_batch: ClassVar[bool] = False
     """Whether the loss of a batch is not that of its parts: nothing may share it then (see ``check``)."""
 
@@ -147,6 +150,23 @@ class Objective(Slot):
         weights, left_out = self.weights(), self.auxiliary()
         return sum(weights.get(name, 1.0) * mean for name, mean in means.items() if name not in left_out)
 
+    def blank(self, batch: Batch) -> Batch:
+        """A row like those of the batch that teaches nothing: for a process that no row is left for."""
+        return {
+            name: torch.full_like(tensor[:1], IGNORE if name.endswith("targets") else 0)
+            for name, tensor in batch.items()
+        }
+
+    def most_tokens(self, recipe: "Recipe") -> int:
+        """At most so many tokens go through each stack for a batch, padding included."""
+        return recipe.run.batch_size * recipe.data.seq_len
+
+    def shrunk(self, recipe: "Recipe", rows: int, of: int, processes: int) -> str:
+        """How to make a batch smaller whose parts on a process have ``of`` rows and may have ``rows``."""
+        run = recipe.run
+        parts = -(-run.accumulate * of // rows)
+        return f"set run.accumulate={parts} for the same batch, or run.batch_size={rows * run.accumulate * processes}"
+
     def n_tokens(self, batch: Batch) -> int:
         """How many tokens (or images) a batch holds: real ones, of source and target."""
         return sum(int((batch[name] != 0).sum()) for name in ("segments", "source_segments") if name in batch)
@@ -203,6 +223,20 @@ def divisor(counts: Mapping[str, float]) -> float:
 def n_targets(targets: Tensor) -> int:
     """How many targets are not ignored."""
     return int((targets != IGNORE).sum())
+
+
+def weighed(batch: Batch, label_smoothing: float = 0.0) -> Tensor | Targets:
+    """The ``targets`` of a batch, with its ``weights`` (of the same shape) where it has some."""
+    if "weights" not in batch and not label_smoothing:
+        return batch["targets"]
+    return Targets(batch["targets"], batch.get("weights"), label_smoothing=label_smoothing)
+
+
+def n_learned(batch: Batch) -> float:
+    """What the loss over the ``targets`` of a batch is divided by: how many there are, or the sum of their weights."""
+    if "weights" not in batch:
+        return n_targets(batch["targets"])
+    return float(batch["weights"].double()[batch["targets"] != IGNORE].sum())
 
 
 def right(guesses: Tensor, targets: Tensor) -> Loss:

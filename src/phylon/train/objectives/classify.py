@@ -1,20 +1,30 @@
 """Fine-tuning on labelled texts: classes and numbers of texts or pairs, classes of words."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from phylon.data.labelled import Classes, LabelledText, class_number, read_texts, read_words, score
+from phylon.data.labelled import (
+    Classes,
+    LabelledText,
+    LabelledWords,
+    Records,
+    class_number,
+    read_texts,
+    read_words,
+    score,
+)
+from phylon.data.passed import usable
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
-from phylon.ops.loss import IGNORE, Loss
+from phylon.ops.loss import IGNORE, Loss, Targets
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.train.measures import accuracy, f1_of, macro_f1, mean_squared_error, pearson, spearman
-from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_targets, need_head
+from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_learned, need_head, weighed
 from phylon.train.objectives.supervised import (
     Arrays,
     RecordObjective,
@@ -34,6 +44,7 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
     """A head named ``head``, taught and measured on padded batches with ``targets``."""
 
     head: str = "class"
+    weight: str | None = None  # type: ignore[assignment]
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
@@ -55,10 +66,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         return {self.head: len(batch["tokens"]) if self._per_text else batch["tokens"].numel()}
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {self.head: n_targets(batch["targets"])}
+        return {self.head: n_learned(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        out = model(**inputs(batch), targets={self.head: batch["targets"]}, logits="none")
+        out = model(**inputs(batch), targets={self.head: weighed(batch)}, logits="none")
         return {self.head: out.losses[self.head]}
 
     def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
@@ -72,10 +83,11 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
             valid = batch["targets"] != IGNORE
             said += self.predicted(out.heads[self.head])[valid].tolist()
             right += batch["targets"][valid].tolist()
-        return {"loss": total / (count or 1.0)} | self.metrics(said, right)
+        n_classes = model.spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        return {"loss": total / (count or 1.0)} | self.metrics(said, right, n_classes)
 
-    def targets(self, batch: Batch) -> dict[str, Tensor] | None:
-        return {self.head: batch["targets"]}
+    def targets(self, batch: Batch) -> dict[str, Tensor | Targets] | None:
+        return {self.head: weighed(batch)}
 
     def loss_of(self, out: Output, batch: Batch) -> Loss:
         return out.losses[self.head]
@@ -84,10 +96,13 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         """What the scores (…, C) say, (…)."""
         return scores.argmax(-1)
 
-    def metrics(self, said: list[Any], right: list[Any]) -> Metrics:
-        """Accuracy, and the F1 of class 1 where there are two classes, the mean over all of them where more."""
-        two = set(said) | set(right) <= {0, 1}
-        return {"accuracy": accuracy(said, right), "f1": f1_of(said, right, 1) if two else macro_f1(said, right)}
+    def metrics(self, said: list[Any], right: list[Any], n_classes: int) -> Metrics:
+        """Accuracy, and F1: of class 1 for a head of two classes, else the mean over the classes that are labels.
+
+        Neither depends on what is predicted, so that evaluations can be compared.
+        """
+        f1 = f1_of(said, right, 1) if n_classes == 2 else macro_f1(said, right, sorted(set(right)))
+        return {"accuracy": accuracy(said, right), "f1": f1}
 
     def classes_for(self, material: Material, named: tuple[str, ...] | None, labels: Iterable[Any]) -> Classes | None:
         """The classes by name; ``None`` where labels are numbers from 0 already. They must fit the head."""
@@ -118,10 +133,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
 class TextClasses(_Labelled, frozen=True, kw_only=True):
     """Cross-entropy of the class of a text, or of a pair of texts. BERT (arXiv:1810.04805), section 4.1.
 
-    ``text``, ``pair`` and ``label`` name the fields of a record; ``classes`` the classes in order. Left out, they are
-    the labels there are, by name; labels that are whole numbers are the numbers of the classes, from 0. Texts are cut
-    to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports ``accuracy`` and ``f1`` (of class 1
-    of two, else the mean over the classes).
+    ``text``, ``pair`` and ``label`` name the fields of a record, ``weight`` one with what it counts; ``classes`` the
+    classes in order. Left out, they are the labels there are, by name; labels that are whole numbers are the numbers of
+    the classes, from 0. Texts are cut to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports
+    ``accuracy`` and ``f1`` (of class 1 of two, else the mean over the classes).
     """
 
     text: str = "text"
@@ -133,21 +148,22 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
         return (self.text,) if self.pair is None else (self.text, self.pair)
 
     def feed(self, material: Material) -> Feed:
-        rows = {which: list(read_texts(source, self.text, self.pair, self.label)) for which, source in parts(material)}
+        rows = {which: list(self._read(source)) for which, source in parts(material)}
         classes = self.classes_for(material, self.classes, (row.label for part in rows.values() for row in part))
-        made = {
-            which: [
-                self._example(material, row, np.array(self.number(material, classes, row.label, row.where)))
-                for row in part
-            ]
-            for which, part in rows.items()
-        }
+
+        def example(row: LabelledText) -> Arrays:
+            return self._example(material, row, np.array(self.number(material, classes, row.label, row.where)))
+
+        made = {which: list(usable(source, rows[which], example)) for which, source in parts(material)}
         return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
+
+    def _read(self, source: Records) -> Iterator[LabelledText]:
+        return read_texts(source, self.text, self.pair, self.label, self.weight)
 
     def _example(self, material: Material, row: LabelledText, target: np.ndarray) -> Arrays:
         most = material.recipe.data.seq_len
         found = text_arrays(material.text, material.spec, row.text, row.pair, most, row.where)
-        return found | {"targets": target}
+        return self.with_weight(found | {"targets": target}, row.weight)
 
 
 class TextScores(TextClasses, frozen=True, kw_only=True):
@@ -165,31 +181,32 @@ class TextScores(TextClasses, frozen=True, kw_only=True):
             raise UserError("text_scores reads numbers; leave classes out")
 
     def feed(self, material: Material) -> Feed:
-        made = {}
-        for which, source in parts(material):
-            rows = read_texts(source, self.text, self.pair, self.label)
-            made[which] = [
-                self._example(material, row, np.array(score(row.label, row.where), np.float32)) for row in rows
-            ]
+        def example(row: LabelledText) -> Arrays:
+            return self._example(material, row, np.array(score(row.label, row.where), np.float32))
+
+        made = {which: list(usable(source, self._read(source), example)) for which, source in parts(material)}
         return row_feed(material, made["training"], made.get("held-out"))
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {self.head: len(batch["targets"])}
+        return {self.head: float(batch["weights"].double().sum()) if "weights" in batch else len(batch["targets"])}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
         return {self.head: self.loss_of(model(**inputs(batch)), batch)}
 
-    def targets(self, batch: Batch) -> dict[str, Tensor] | None:
+    def targets(self, batch: Batch) -> dict[str, Tensor | Targets] | None:
         return None
 
     def loss_of(self, out: Output, batch: Batch) -> Loss:
         said, right = out.heads[self.head][:, 0].float(), batch["targets"]
-        return Loss((said - right).square().sum(), torch.tensor(len(right), device=said.device))
+        error = (said - right).square()
+        if "weights" in batch:
+            return Loss((error * batch["weights"]).sum(), batch["weights"].sum())
+        return Loss(error.sum(), torch.tensor(len(right), device=said.device))
 
     def predicted(self, scores: Tensor) -> Tensor:
         return scores[:, 0]
 
-    def metrics(self, said: list[Any], right: list[Any]) -> Metrics:
+    def metrics(self, said: list[Any], right: list[Any], n_classes: int) -> Metrics:
         return {
             "mse": mean_squared_error(said, right),
             "pearson": pearson(said, right),
@@ -218,18 +235,17 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
         return (self.words,)
 
     def feed(self, material: Material) -> Feed:
-        rows = {which: list(read_words(source, self.words, self.labels)) for which, source in parts(material)}
+        rows = {
+            which: list(read_words(source, self.words, self.labels, self.weight)) for which, source in parts(material)
+        }
         labels = (label for part in rows.values() for row in part for label in row.labels)
         classes = self.classes_for(material, self.classes, labels)
-        made = {
-            which: [
-                self._example(
-                    material, row.words, [self.number(material, classes, y, row.where) for y in row.labels], row.where
-                )
-                for row in part
-            ]
-            for which, part in rows.items()
-        }
+
+        def example(row: LabelledWords) -> Arrays:
+            labels = [self.number(material, classes, label, row.where) for label in row.labels]
+            return self.with_weight(self._example(material, row.words, labels, row.where), row.weight)
+
+        made = {which: list(usable(source, rows[which], example)) for which, source in parts(material)}
         return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
 
     def _example(self, material: Material, words: list[str], labels: list[int], where: str) -> Arrays:

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from phylon.account.flops import Pass
+from phylon.data.documents import Record
+from phylon.data.labelled import Records
+from phylon.data.passed import usable
 from phylon.data.table import text_of
+from phylon.data.weighed import weight_of
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
 from phylon.spec.errors import UserError, did_you_mean
@@ -29,10 +33,10 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
     """``-log softmax_j(cos(a_i, b_j) / temperature)`` at ``j = i``, over the pairs of a batch. InfoNCE.
 
     van den Oord et al. (arXiv:1807.03748), equation 4; in-batch negatives: Henderson et al. (arXiv:1705.00652), section
-    4.4; the temperature of SimCSE (arXiv:2104.08821), section 3. ``text`` and ``pair`` name the fields of a record.
-    ``pool`` turns the last hidden states into a vector, as ``phylon.encode`` does: mean, first or last. A pair whose
-    second text is also another pair's is no negative of it. Evaluation reports ``retrieval``: how often the nearest of
-    all held-out second texts is a text's own.
+    4.4; the temperature of SimCSE (arXiv:2104.08821), section 3. ``text`` and ``pair`` name the fields of a record,
+    ``weight`` one with what it counts. ``pool`` turns the last hidden states into a vector, as ``phylon.encode`` does:
+    mean, first or last. A pair whose second text is also another pair's is no negative of it. Evaluation reports
+    ``retrieval``: how often the nearest of all held-out second texts is a text's own, or says the same.
 
     The negatives are the batch, so the loss of a batch is not that of its parts: ``run.accumulate`` is refused, and so
     is more than one process.
@@ -42,12 +46,13 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
     pair: str = "pair"
     temperature: float = 0.05
     pool: str = "mean"
+    weight: str | None = None  # type: ignore[assignment]
 
     whole_batch: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise UserError(f"temperature must be above 0 and finite, got {self.temperature}")
+        if not 0.001 <= self.temperature <= 100:
+            raise UserError(f"temperature must lie between 0.001 and 100, for example 0.05; got {self.temperature}")
         if self.pool not in POOLS:
             raise UserError(f"unknown pool '{self.pool}'{did_you_mean(self.pool, POOLS)}")
 
@@ -66,34 +71,48 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         if recipe.run.batch_size < 2:
             raise UserError("contrastive takes its negatives from the batch: set run.batch_size to at least 2")
 
+    def most_tokens(self, recipe: "Recipe") -> int:
+        return 2 * super().most_tokens(recipe)
+
+    def shrunk(self, recipe: "Recipe", rows: int, of: int, processes: int) -> str:
+        return f"set run.batch_size={max(2, rows)}, or run.recompute=blocks"
+
     def feed(self, material: Material) -> Feed:
         made = {which: self._examples(material, source) for which, source in parts(material)}
         return shuffled_feed(material, made["training"], made.get("held-out"))
 
-    def _examples(self, material: Material, source: object) -> list[Arrays]:
+    def _examples(self, material: Material, source: Records) -> list[Arrays]:
         most = material.recipe.data.seq_len
-        found = []
-        for record in source.records():  # type: ignore[attr-defined]
-            example: Arrays = {}
+
+        def example(record: Record) -> Arrays:
+            found: Arrays = {}
             for field, prefix in ((self.text, ""), (self.pair, "pair_")):
                 text = text_of(record, field)
                 arrays = text_arrays(material.text, material.spec, text, None, most, record.name)
-                example |= {f"{prefix}{name}": array for name, array in arrays.items()}
+                found |= {f"{prefix}{name}": array for name, array in arrays.items()}
             hashed = hashlib.blake2b(text_of(record, self.pair).encode(), digest_size=8).digest()
-            found.append(example | {"same": np.frombuffer(hashed, np.int64)[0]})
-        return found
+            found["same"] = np.frombuffer(hashed, np.int64)[0]  # pyrefly: ignore[unsupported-operation]
+            if self.weight is not None:
+                found["weights"] = np.array(weight_of(record.fields, record.name, self.weight), np.float32)
+            return found
+
+        return list(usable(source, source.records(), example))
 
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {"contrastive": len(batch["tokens"])}
+        pairs = float(batch["weights"].double().sum()) if "weights" in batch else len(batch["tokens"])
+        return {"contrastive": pairs}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        return {"contrastive": self._loss(*self._vectors(model, batch), batch["same"])}
+        return {"contrastive": self._loss(*self._vectors(model, batch), batch["same"], batch.get("weights"))}
 
-    def _loss(self, left: Tensor, right: Tensor, same: Tensor) -> Loss:
+    def _loss(self, left: Tensor, right: Tensor, same: Tensor, weights: Tensor | None = None) -> Loss:
         scores = left @ right.T / self.temperature
         own = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill((same[:, None] == same) & ~own, -math.inf)
-        return Loss(-scores.log_softmax(1).diagonal().sum(), torch.tensor(len(scores), device=scores.device))
+        each = -scores.log_softmax(1).diagonal()
+        if weights is not None:
+            return Loss((each * weights).sum(), weights.sum())
+        return Loss(each.sum(), torch.tensor(len(scores), device=scores.device))
 
     def _vectors(self, model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         """Both sides, (B, D) each, of length 1 in fp32."""
@@ -116,14 +135,17 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         return sum(int((batch[name] != 0).sum()) for name in ("segments", "pair_segments"))
 
     def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
-        total, left, right = 0.0, [], []
+        total, count, left, right, said = 0.0, 0.0, [], [], []
         for batch in batches:
             vectors = self._vectors(model, batch)
-            total += float(self._loss(*vectors, batch["same"]).sum)
+            loss = self._loss(*vectors, batch["same"], batch.get("weights"))
+            total, count = total + float(loss.sum), count + float(loss.count)
+            said.append(batch["same"].cpu())
             left.append(vectors[0].cpu())
             right.append(vectors[1].cpu())
         queries, answers = torch.cat(left).numpy(), torch.cat(right).numpy()
-        return {"loss": total / len(queries), "retrieval": retrieval_accuracy(queries, answers)}
+        found = retrieval_accuracy(queries, answers, torch.cat(said).numpy())
+        return {"loss": total / (count or 1.0), "retrieval": found}
 
 
 def pooled(hidden: Tensor, segments: Tensor, pool: str) -> Tensor:

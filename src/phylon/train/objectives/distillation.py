@@ -18,7 +18,7 @@ from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.text import Tokenizer
 from phylon.train.checkpoint import model_tensors
-from phylon.train.objectives.base import Batch, Feed, Material, Objective
+from phylon.train.objectives.base import Batch, Feed, Material, Objective, n_learned
 from phylon.train.objectives.denoising import Denoising
 from phylon.train.objectives.next_token import NextToken
 from phylon.train.objectives.tokens import TokenObjective
@@ -48,8 +48,8 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 <= self.soft <= 1:
             raise UserError(f"soft is the teacher's share of the loss, from 0 to 1; got {self.soft}")
-        if not self.temperature > 0:
-            raise UserError(f"temperature must be above 0, got {self.temperature}")
+        if not 0.01 <= self.temperature <= 1000:
+            raise UserError(f"temperature must lie between 0.01 and 1000, got {self.temperature}")
         if not isinstance(self.task, TokenObjective) or type(self.task).run is TokenObjective.run:
             raise UserError("distillation learns tokens: take next_token, masked_language, denoising or text_to_text")
 
@@ -101,7 +101,7 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def counts(self, batch: Batch) -> dict[str, float]:
         counts = self.task.counts(batch)
-        return counts | {SOFT: self._asked(batch)}
+        return counts | {SOFT: n_learned(batch) if "weights" in batch else self._asked(batch)}
 
     def weights(self) -> dict[str, float]:
         return self.task.weights() | {"lm": 1 - self.soft, "mlm": 1 - self.soft, SOFT: self.soft}
@@ -119,6 +119,9 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def scores(self) -> tuple[str, ...]:
         return self.task.scores()
+
+    def most_tokens(self, recipe: "Recipe") -> int:
+        return self.task.most_tokens(recipe)
 
     def n_tokens(self, batch: Batch) -> int:
         return self.task.n_tokens(batch)
@@ -149,16 +152,21 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
         with torch.no_grad():
             wanted = self.inner.token_scores(teacher, self.inner.run(teacher, batch), batch).float()
         said = self.inner.token_scores(model, out, batch).float()
-        return soft_loss(said, wanted, self.temperature)
+        weights = batch["weights"][self.inner.asked(batch)[1] != IGNORE] if "weights" in batch else None
+        return soft_loss(said, wanted, self.temperature, weights)
 
 
-def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Loss:
+def soft_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Tensor | None = None) -> Loss:
     """``T^2 sum over rows of KL(softmax(teacher / T) || softmax(student / T))`` of scores (N, V), and N.
 
+    With ``weights`` (N,) each row counts so much, in the sum and in the number.
     Hinton et al. (arXiv:1503.02531), section 2: the factor keeps the size of the gradients when T changes.
     """
     wanted = torch.log_softmax(teacher / temperature, dim=-1)
     said = torch.log_softmax(student / temperature, dim=-1)
+    if weights is not None:
+        each = torch.nn.functional.kl_div(said, wanted, reduction="none", log_target=True).sum(-1)
+        return Loss((each * weights).sum() * temperature**2, weights.sum())
     total = torch.nn.functional.kl_div(said, wanted, reduction="sum", log_target=True)
     return Loss(total * temperature**2, torch.tensor(len(student), device=student.device))
 

@@ -11,6 +11,7 @@ from phylon.data import Loader, Source
 from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
 from phylon.data.images import ImageArrays, ImageFolder, Images
+from phylon.data.passed import policy, usable
 from phylon.data.split import held_out_names
 from phylon.layers.embeddings.patches import PatchEmbed
 from phylon.layers.heads.classify import Classify
@@ -36,7 +37,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     which resolution: where it is not the model's own, the learned positions are interpolated (section 3.2). ``augment``
     changes training images at random; ``label_smoothing`` is that of Szegedy et al. (arXiv:1512.00567), section 7.
     ``data.held_out`` is a share of the images, chosen by their names. Evaluation reports ``accuracy`` and ``f1`` (the
-    mean over the classes).
+    mean over the classes that are labels).
 
     A batch: ``images`` float (B, C, H, W) and ``targets`` (B,).
     """
@@ -71,7 +72,29 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
                 f"the data have {len(images.classes)} classes ({shown}) and the head '{self.head}' {n_classes}: "
                 f"set its n_classes to {len(images.classes)}"
             )
-        self._check_shape(embed, tuple(self.pixels(images.pixels(0)).shape))
+        self._check_shape(embed, self._first_shape(source, images))
+
+    def _first_shape(self, source: object, images: Images) -> tuple[int, ...]:
+        """(C, H, W) of the first image that can be read: that of all of them."""
+        read = usable(source, range(len(images)), lambda index: tuple(self.pixels(images.pixels(index)).shape))
+        return next(read)
+
+    def _usable(self, source: object, images: Images) -> np.ndarray:
+        """The numbers of the images that can be read and are of one shape; all where the source passes over none."""
+        if policy(source, "unreadable") == "refuse":
+            return np.arange(len(images))
+        shape = self._first_shape(source, images)
+
+        def same(index: int) -> int:
+            self.check_same(images, index, tuple(self.pixels(images.pixels(index)).shape), shape)
+            return index
+
+        return np.array(list(usable(source, range(len(images)), same)), np.int64)
+
+    def check_same(self, images: Images, index: int, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+        """Refuse an image of another shape than the others."""
+        if shape != wanted:
+            raise UserError(f"image '{images.name(index)}' is {shape} and others {wanted}: set objective.pixels.size")
 
     def _check_shape(self, embed: PatchEmbed, shape: tuple[int, ...]) -> None:
         channels, height, width = shape
@@ -92,8 +115,9 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         run, share = material.recipe.run, material.recipe.data.held_out
         assert isinstance(material.training, ImageFolder | ImageArrays)
         images = material.training.open()
-        held = held_out_names([images.name(i) for i in range(len(images))], share)
-        rows = [np.flatnonzero(held == which) for which in (False, True)]
+        good = self._usable(material.training, images)
+        held = held_out_names([images.name(int(i)) for i in good], share)
+        rows = [good[held == which] for which in (False, True)]
         if share and (not len(rows[0]) or not len(rows[1])):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
@@ -133,7 +157,11 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             total += float(out.losses[self.head].sum)
             said += out.heads[self.head].argmax(-1).tolist()
             right += batch["targets"].tolist()
-        return {"loss": total / len(right), "accuracy": accuracy(said, right), "f1": macro_f1(said, right)}
+        return {
+            "loss": total / len(right),
+            "accuracy": accuracy(said, right),
+            "f1": macro_f1(said, right, sorted(set(right))),
+        }
 
 
 class _Chosen:
@@ -141,7 +169,7 @@ class _Chosen:
 
     def __init__(self, images: Images, rows: np.ndarray, objective: ImageClasses, seed: int | None) -> None:
         self.images, self.rows, self.objective, self.seed = images, rows, objective, seed
-        self.shape = objective.pixels(images.pixels(int(rows[0]))).shape
+        self.shape = tuple(objective.pixels(images.pixels(int(rows[0]))).shape)
 
     @property
     def fingerprint(self) -> str:
@@ -156,11 +184,7 @@ class _Chosen:
         if augment is not None and self.seed is not None:
             pixels = augment(pixels, self.seed, epoch, number)
         image = self.objective.pixels(pixels)
-        if image.shape != self.shape:
-            raise UserError(
-                f"image '{self.images.name(number)}' is {tuple(image.shape)} and others {tuple(self.shape)}: "
-                "set objective.pixels.size"
-            )
+        self.objective.check_same(self.images, number, tuple(image.shape), self.shape)
         return {"images": image.numpy(), "targets": self.images.labels[number]}
 
     def batches(self, size: int) -> Iterable[Batch]:

@@ -26,7 +26,7 @@ from phylon.train.objectives.base import (
 )
 from phylon.train.objectives.masking import Masker, Pieces, Units, WholeWords, ordinary_ids, words_of
 from phylon.train.objectives.pairs import FullSentences, Marks, NextSentence, PairedTexts, Pairs
-from phylon.train.objectives.tokens import TokenObjective, held_out_batches, hold_out_end
+from phylon.train.objectives.tokens import TokenObjective, held_out_batches, hold_out_end, refuse_weights
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
@@ -97,6 +97,7 @@ class MaskedLanguage(TokenObjective, frozen=True, kw_only=True):
         tokenizer, seq_len = material.text, material.recipe.data.seq_len
         material.say("tokenising the data")
         store = tokenise(source, tokenizer, material.folder, end=(), cut=sentences)
+        refuse_weights(store)
         material.say(f"{store.n_tokens:,} tokens in {store.n_documents:,} documents")
         marks = Marks.of(tokenizer)
         if self.pairs is None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from phylon.data.buckets import examples_digest
 from phylon.data.documents import digest
-from phylon.data.loader import epoch_permutation
+from phylon.data.loader import permutation
 from phylon.spec.errors import UserError
 
 BLOCK = 1024
@@ -40,16 +40,18 @@ def quotas(rates: np.ndarray, block: int = BLOCK) -> np.ndarray:
 class MixedExamples:
     """Tasks mixed in fixed shares: of ``BLOCK`` examples, one epoch of these, each task has exactly its quota.
 
+    A single task is not mixed: its epoch is all of its examples.
     Which task a place has, and which of its examples, is a pure function of (index, epoch): a task's own examples are
     shuffled and walked through again and again, each once before any comes back.
     """
 
     def __init__(self, tasks: Mapping[str, Sequence[Mapping[str, np.ndarray]]], rates: np.ndarray, seed: int) -> None:
         self.tasks, self.seed = list(tasks.values()), seed
-        self.quota = quotas(rates)
+        self.quota = quotas(rates, BLOCK if len(self.tasks) > 1 else len(self.tasks[0]))
         self.task = np.repeat(np.arange(len(self.quota)), self.quota)
         self.within = np.concatenate([np.arange(quota) for quota in self.quota])
         parts = [examples_digest(examples) for examples in self.tasks]
+        self._orders: list[dict[int, np.ndarray]] = [{} for _ in self.tasks]
         self.fingerprint = digest("mixed", list(tasks), self.quota.tolist(), parts, seed)
 
     def __len__(self) -> int:
@@ -60,8 +62,17 @@ class MixedExamples:
         task = int(self.task[index])
         size = len(self.tasks[task])
         own_epoch, at = divmod(epoch * int(self.quota[task]) + int(self.within[index]), size)
-        # Tasks of one size are shuffled apart from each other.
-        return task, int(epoch_permutation(size, self.seed, own_epoch << 16 | (task + 1))[at])
+        return task, int(self._order(task, own_epoch)[at])
+
+    def _order(self, task: int, epoch: int) -> np.ndarray:
+        """The order of a task's examples in an epoch of its own; each task keeps its last two."""
+        kept = self._orders[task]
+        if epoch not in kept:
+            if len(kept) > 1:
+                del kept[next(iter(kept))]
+            # Tasks of one size are shuffled apart from each other.
+            kept[epoch] = permutation(len(self.tasks[task]), self.seed, epoch << 16 | (task + 1))
+        return kept[epoch]
 
     def example(self, index: int, epoch: int) -> Mapping[str, np.ndarray]:
         task, number = self.place(index, epoch)

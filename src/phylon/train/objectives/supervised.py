@@ -1,13 +1,15 @@
 """What objectives with labels share: records split by what they say, texts as examples, padded batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 
 from phylon.data import Source
 from phylon.data.buckets import LengthLoader, PaddedLoader, examples_digest, padded
+from phylon.data.documents import Record
 from phylon.data.labelled import Records
+from phylon.data.passed import Empty, usable
 from phylon.data.split import split_records
 from phylon.data.table import value_of
 from phylon.model import ModelSpec
@@ -41,7 +43,13 @@ class Listed:
 
 
 class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
-    """An objective over records. ``split_by``: the fields that decide whether a record is held out."""
+    """An objective over records. ``split_by``: the fields that decide whether a record is held out.
+
+    Each has a field ``weight``, which names one of the records with what it counts in the loss: each of its targets so
+    much, 1 unless one is named.
+    """
+
+    weight: ClassVar[str | None] = None
 
     def split_by(self) -> tuple[str, ...]:
         raise NotImplementedError
@@ -60,10 +68,18 @@ class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
         return split_records(source, share, self.split_by())  # type: ignore[arg-type]
 
     def texts(self, source: Source) -> Iterator[str]:
-        for record in source.records():  # type: ignore[attr-defined]
-            for field in self.text_fields():
-                value = value_of(record, field)
-                yield " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        def said(record: Record) -> list[str]:
+            values = [value_of(record, field) for field in self.text_fields()]
+            return [" ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
+
+        for texts in usable(source, source.records(), said):  # type: ignore[attr-defined]
+            yield from texts
+
+    def with_weight(self, example: Arrays, weight: float) -> Arrays:
+        """The example with ``weights`` in the shape of its ``targets``, where records are weighed."""
+        if self.weight is None:
+            return example
+        return example | {"weights": np.full(np.shape(example["targets"]), weight, np.float32)}
 
 
 def parts(material: Material) -> Iterator[tuple[str, Records]]:
@@ -120,7 +136,7 @@ def shortened(joint: Joint, most: int) -> Joint:
     places = [[i for i, text in enumerate(joint.texts) if text == which] for which in (0, 1)]
     for _ in range(len(joint.ids) - most):
         longer = places[0] if len(places[0]) > len(places[1]) else places[1]
-        if not longer:
+        if len(longer) <= 1:
             raise UserError(f"data.seq_len {most} leaves no room for a text beside what the tokenizer adds")
         stays.discard(longer.pop())
     return joint.keep(sorted(stays))
@@ -134,8 +150,8 @@ def text_arrays(tokenizer: Tokenizer, spec: ModelSpec, text: str, pair: str | No
 
 def joint_arrays(joint: Joint, spec: ModelSpec, where: str) -> Arrays:
     """The arrays of what a model reads; nothing to read is refused."""
-    if not joint.ids:
-        raise UserError(f"{where}: the text gives no tokens")
+    if all(text is None for text in joint.texts):
+        raise Empty(f"{where}: the text gives no tokens")
     tokens = np.array(joint.ids, np.int64)
     found = {"tokens": tokens, "segments": np.ones_like(tokens)}
     if has_types(spec):

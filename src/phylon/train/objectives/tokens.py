@@ -103,20 +103,31 @@ def _read_by(batch: Batch) -> dict[str, Tensor]:
 
 
 def token_stores(
-    material: Material, row: int, end: tuple[int, ...] | None = None
+    material: Material, row: int, end: tuple[int, ...] | None = None, *, weighs: bool = False
 ) -> tuple[TokenStore, TokenStore | None]:
-    """The training and the held-out tokens, kept in ``material.folder``; rows take ``row`` tokens."""
+    """The training and the held-out tokens, kept in ``material.folder``; rows take ``row`` tokens.
+
+    ``weighs``: the objective counts tokens by their weights; for another one documents with weights are refused.
+    """
     data = material.recipe.data
     material.say("tokenising the data")
     store = tokenise(material.training, material.text, material.folder, end=end)
     held = material.held_out
     held = None if held is None else tokenise(held, material.text, material.folder, end=end)
+    if not weighs:
+        refuse_weights(store)
     if held is None and data.held_out:
         store, held = _cut(store, row, data.held_out)
     material.say(
         f"{store.n_tokens:,} tokens in {store.n_documents:,} documents, vocabulary {material.text.vocab_size:,}"
     )
     return store, held
+
+
+def refuse_weights(store: TokenStore) -> None:
+    """For an objective that draws its targets itself, and has no weights for them."""
+    if store.weights is not None:
+        raise UserError("these data weigh their tokens, which next_token alone learns by; leave the weights out")
 
 
 def _cut(store: TokenStore, row: int, share: float) -> tuple[TokenStore, TokenStore]:

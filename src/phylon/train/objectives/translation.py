@@ -7,16 +7,19 @@ import numpy as np
 import torch
 
 from phylon.data.buckets import BucketLoader
+from phylon.data.documents import Record
 from phylon.data.labelled import Records
+from phylon.data.passed import usable
 from phylon.data.table import text_of
+from phylon.data.weighed import weight_of
 from phylon.generate import beam_search, generate
 from phylon.model import GenerationDefaults, Model, ModelSpec
-from phylon.ops.loss import IGNORE, Loss, Targets, cross_entropy
+from phylon.ops.loss import IGNORE, Loss, cross_entropy
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.text import Tokenizer
 from phylon.train.measures import bleu, sacrebleu_metric
-from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_targets
+from phylon.train.objectives.base import Batch, Feed, Material, Metrics, n_learned, weighed
 from phylon.train.objectives.supervised import Arrays, RecordObjective, padded_batches, parts, spread
 from phylon.train.objectives.tokens import TokenObjective
 
@@ -29,11 +32,12 @@ N_SAMPLES = 4
 class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     """Cross-entropy of the target's tokens given the source's. *Attention Is All You Need* (arXiv:1706.03762), §5.
 
-    ``source`` and ``target`` name the fields of a record; both share one vocabulary (section 5.1). A batch holds at
-    most ``max_tokens`` tokens of each, padding included, of pairs of about one length; a pair with a side above
-    ``data.seq_len`` tokens is left out. ``label_smoothing``: section 5.4. ``n_beams`` and ``length_penalty`` are those
-    of the search whose BLEU is reported (section 6.1; ``None``: no BLEU); a hypothesis is at most 50 tokens longer than
-    its source. The loss that is reported is the smoothed one, ``nll`` the one without smoothing.
+    ``source`` and ``target`` name the fields of a record, ``weight`` one with what it counts; both share one vocabulary
+    (section 5.1). A batch holds at most ``max_tokens`` tokens of each, padding included, of pairs of about one length;
+    a pair with a side above ``data.seq_len`` tokens is left out. ``label_smoothing``: section 5.4. ``n_beams`` and
+    ``length_penalty`` are those of the search whose BLEU is reported (section 6.1; ``None``: no BLEU); a hypothesis is
+    at most 50 tokens longer than its source. The loss that is reported is the smoothed one, ``nll`` the one without
+    smoothing.
 
     A batch: ``source`` and ``source_segments`` (B, S), ``tokens``, ``segments`` and ``targets`` (B, T).
     """
@@ -44,6 +48,9 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     label_smoothing: float = 0.1
     n_beams: int | None = None
     length_penalty: float = 0.6
+    weight: str | None = None  # type: ignore[assignment]
+
+    by_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,6 +82,14 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         if recipe.data.held_out and self.n_beams is not None:
             sacrebleu_metric()
 
+    def most_tokens(self, recipe: "Recipe") -> int:
+        return self.max_tokens
+
+    def shrunk(self, recipe: "Recipe", rows: int, of: int, processes: int) -> str:
+        parts = -(-recipe.run.accumulate * of // rows)
+        fits = max(self.max_tokens * rows // of, recipe.data.seq_len)
+        return f"set run.accumulate={parts} for the same batch, or objective.max_tokens={fits}"
+
     def check_vocabulary(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         if not tokenizer.eos_ids:
             raise UserError("translation needs a token that ends a text, and the tokenizer has none; use another")
@@ -98,17 +113,18 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def _examples(self, material: Material, source: Records, which: str) -> list[Arrays]:
         """Both sides as ids: the source as ``generate`` reads it, the target behind the start id and with its end."""
         tokenizer, most = material.text, material.recipe.data.seq_len
-        pairs = [(text_of(r, self.source).strip(), text_of(r, self.target).strip()) for r in source.records()]
-        sources = tokenizer.encode_batch([source for source, _ in pairs])
-        targets = tokenizer.encode_batch([target for _, target in pairs], special=False)
+        pairs = list(usable(source, source.records(), self._pair))
+        sources = tokenizer.encode_batch([source for source, _, _ in pairs])
+        targets = tokenizer.encode_batch([target for _, target, _ in pairs], special=False)
         start, end = self.generation(tokenizer).decoder_start_id, tokenizer.eos_ids[0]
         found = []
-        for read, said in zip(sources, targets, strict=True):
+        for read, said, (_, _, weight) in zip(sources, targets, pairs, strict=True):
             if 0 < len(read) <= most and 0 < len(said) < most:
                 tokens = np.array([start, *said], np.int64)
                 source_ids = np.array(read, np.int64)
                 example = {"source": source_ids, "source_segments": np.ones_like(source_ids), "tokens": tokens}
-                found.append(example | {"segments": np.ones_like(tokens), "targets": np.array([*said, end], np.int64)})
+                example |= {"segments": np.ones_like(tokens), "targets": np.array([*said, end], np.int64)}
+                found.append(self.with_weight(example, weight))
         left = len(pairs) - len(found)
         material.say(
             f"{len(found):,} {which} pairs" + (f", {left:,} longer than {most} tokens left out" if left else "")
@@ -117,11 +133,15 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
             raise UserError(f"every one of the {len(pairs)} {which} pairs has a side above data.seq_len {most} tokens")
         return found
 
+    def _pair(self, record: Record) -> tuple[str, str, float]:
+        source, target = text_of(record, self.source).strip(), text_of(record, self.target).strip()
+        return source, target, weight_of(record.fields, record.name, self.weight)
+
     def counts(self, batch: Batch) -> dict[str, float]:
-        return {"lm": n_targets(batch["targets"]), **self.router_counts(batch)}
+        return {"lm": n_learned(batch), **self.router_counts(batch)}
 
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
-        smoothed = Targets(batch["targets"], label_smoothing=self.label_smoothing)
+        smoothed = weighed(batch, self.label_smoothing)
         out = model(**_inputs(batch), targets=smoothed, logits="none")
         return {"lm": next(iter(out.losses.values())), **self.router_terms(model, out)}
 
@@ -133,7 +153,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         assert logits is not None
         valid = targets != IGNORE
         return {
-            "lm": cross_entropy(logits, targets, label_smoothing=self.label_smoothing),
+            "lm": cross_entropy(logits, targets, label_smoothing=self.label_smoothing, weights=batch.get("weights")),
             "nll": cross_entropy(logits, targets),
             "accuracy": Loss(((logits.argmax(-1) == targets) & valid).sum(), valid.sum()),
         }
