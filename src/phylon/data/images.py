@@ -6,12 +6,13 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from phylon.data.documents import DataSource, digest, file_stamps
+from phylon.data.documents import DataSource, digest, file_sums
 from phylon.data.labelled import class_number
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, system_reason
@@ -33,7 +34,15 @@ class Images:
 
     labels: np.ndarray
     classes: tuple[str, ...]
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all."""
+        raise NotImplementedError
+
+    def files(self) -> list[tuple[str, Path]]:
+        """The files they are read from, by name."""
+        return []
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -80,6 +89,9 @@ class ImageFolder(Mechanism, DataSource, frozen=True, kw_only=True):
     def fingerprint(self) -> str:
         return self.open().fingerprint
 
+    def files(self) -> list[tuple[str, Path]]:
+        return self.open().files()
+
 
 class ImageArrays(Mechanism, DataSource, frozen=True, kw_only=True):
     """Two arrays: ``images`` uint8 (N, H, W) or (N, H, W, C), ``labels`` whole numbers (N,) from 0.
@@ -109,11 +121,14 @@ class ImageArrays(Mechanism, DataSource, frozen=True, kw_only=True):
             class_number(int(labels[index]), n_classes, f"'{self.labels}', image {index}")
         pixels = pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2)
         names = self.classes or tuple(map(str, range(n_classes)))
-        stamps = file_stamps([Path(self.images), Path(self.labels)])
-        return _ArrayImages(pixels, labels.astype(np.int64), names, digest("arrays", names, stamps))
+        fingerprint = digest("arrays", names, file_sums(self.files()))
+        return _ArrayImages(pixels, labels.astype(np.int64), names, fingerprint)
 
     def fingerprint(self) -> str:
-        return digest("arrays", self.classes, file_stamps([Path(self.images), Path(self.labels)]))
+        return digest("arrays", self.classes, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in (Path(self.images), Path(self.labels))]
 
 
 class _FolderImages(Images):
@@ -121,7 +136,15 @@ class _FolderImages(Images):
         self._files, self._root, self._mode = [path for path, _ in files], root, "L" if channels == 1 else "RGB"
         self.labels = np.array([number for _, number in files])
         self.classes = classes
-        self.fingerprint = digest("folder", classes, channels, file_stamps(self._files))
+        self._channels = channels
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the content of all, which are read whole for it."""
+        return digest("folder", self.classes, self._channels, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(self.name(index), path) for index, path in enumerate(self._files)]
 
     def pixels(self, index: int) -> np.ndarray:
         path, pillow = self._files[index], _pillow()
@@ -138,7 +161,11 @@ class _FolderImages(Images):
 
 class _ArrayImages(Images):
     def __init__(self, pixels: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], fingerprint: str) -> None:
-        self._pixels, self.labels, self.classes, self.fingerprint = pixels, labels, classes, fingerprint
+        self._pixels, self.labels, self.classes, self._fingerprint = pixels, labels, classes, fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     def pixels(self, index: int) -> np.ndarray:
         return self._pixels[index]

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from phylon.data.documents import DataSource, Record, digest, file_stamps
+from phylon.data.documents import DataSource, Record, digest, file_sums
 from phylon.data.table import read_lines
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
@@ -39,7 +39,10 @@ class Aligned(Mechanism, DataSource, frozen=True, kw_only=True):
             raise UserError(f"'{self.source}' holds no text")
 
     def fingerprint(self) -> str:
-        return digest("aligned", file_stamps([Path(self.source), Path(self.target)]))
+        return digest("aligned", file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in (Path(self.source), Path(self.target))]
 
 
 register(Aligned, paper="none", cases=lambda: [Aligned(source="a.en", target="a.de")])

@@ -10,7 +10,7 @@ import msgspec
 
 from phylon.data.columns import Parquet
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import DataSource, Document, digest, file_stamps, read_utf8
+from phylon.data.documents import DataSource, Document, digest, file_sums, read_utf8
 from phylon.data.passed import Policy, passed_over
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean
@@ -56,7 +56,10 @@ class TextFile(Mechanism, DataSource, frozen=True, kw_only=True, tag="file"):
         yield Document(text, path.name)
 
     def fingerprint(self) -> str:
-        return digest("file", file_stamps([Path(self.path)]))
+        return digest("file", file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
 
 class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder"):
@@ -90,12 +93,16 @@ class TextFolder(Mechanism, DataSource, frozen=True, kw_only=True, tag="folder")
 
     def fingerprint(self) -> str:
         policies = (self.empty, self.unreadable)
-        return digest("folder", self.patterns, policies, file_stamps(path for path, _ in self._files()))
+        return digest("folder", self.patterns, policies, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(name, path) for path, name in self._files()]
 
     def _files(self) -> list[tuple[Path, str]]:
         root = Path(self.path)
         if not root.is_dir():
-            raise UserError(f"'{root}' is not a folder")
+            what = "is no folder but a file" if root.exists() else "does not exist; give a folder of text files"
+            raise UserError(f"the data folder '{root}' {what}")
         found, others = [], Counter[str]()
         for folder, folders, names in os.walk(root, onerror=_refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -144,7 +151,10 @@ class JsonLines(Mechanism, DataSource, frozen=True, kw_only=True, tag="jsonl"):
             raise UserError(f"'{path}' holds no text in the field '{self.field}'")
 
     def fingerprint(self) -> str:
-        return digest("jsonl", self.field, self.empty, self.unreadable, file_stamps([Path(self.path)]))
+        return digest("jsonl", self.field, self.empty, self.unreadable, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
     def _text(self, line: bytes, where: str) -> str | None:
         """The text of a line; ``None`` where the policy passes over it."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from phylon.data.documents import DataSource, Record, digest, file_stamps
+from phylon.data.documents import DataSource, Record, digest, file_sums
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError, did_you_mean, system_reason
 from phylon.spec.registry import register
@@ -75,7 +75,10 @@ class Table(Mechanism, DataSource, frozen=True, kw_only=True, tag="table"):
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
-        return digest("table", self.columns, file_stamps([Path(self.path)]))
+        return digest("table", self.columns, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
     def _separated(self) -> Iterator[Record]:
         name = Path(self.path).name

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 
 from phylon.ops import native
 from phylon.spec.errors import UserError, system_reason
+from phylon.train.batches import first_rows
 from phylon.train.ceiling import ceiling_flops
 from phylon.train.checkpoint import (
     RunState,
@@ -16,7 +18,7 @@ from phylon.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from phylon.train.final import better, kept_weights
+from phylon.train.final import better, check_average, check_metric, kept_weights
 from phylon.train.gradients import Found, evaluating
 from phylon.train.metrics import Record
 from phylon.train.objectives.base import Batch
@@ -29,6 +31,7 @@ from phylon.train.watch import training_flops_per_token
 from phylon.train.world import lost_peer
 
 MAX_SKIPPED_IN_ROW = 10
+TRIED_ROWS = 2  # of the held-out examples, before the first step
 
 
 class Trainer(Session):
@@ -36,8 +39,22 @@ class Trainer(Session):
 
     ``held_out()`` walks the held-out batches, ``sample(model)`` gives texts; either may be ``None``. Everything that is
     random is seeded here with ``recipe.run.seed``. ``world``: the processes that share the work; the first one writes
-    and speaks. Call ``resume`` (or not), then ``run``.
+    and speaks. Call ``check`` and ``resume`` (or not), then ``run``.
     """
+
+    def check(self) -> None:
+        """Find what would end the run only later: the metric of ``run.best``, by measuring two held-out examples."""
+        run = self.recipe.run
+        check_average(run)
+        warmup = self.recipe.schedule.warmup
+        if self.budget is None and self.recipe.schedule.total is None and warmup >= run.steps:
+            reached = max(self.recipe.schedule.ratio(step, run.steps) for step in range(run.steps))
+            self._say(
+                f"schedule.warmup is {warmup} and the run has {run.steps} steps: the rate rises to {reached:.0%} of "
+                "optim.lr and no further"
+            )
+        if run.best is not None and self.held_out is not None:
+            check_metric(run.best, self._measure(first_rows(self.held_out(), TRIED_ROWS)))
 
     def run(self) -> RunState:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
@@ -74,8 +91,8 @@ class Trainer(Session):
         self.model.train()
         if self.state.step == 0 and "from" in self.recipe.model:
             self._evaluate()  # where the trained weights stand before anything is changed
-        if self.state.step and self.state.step < self.state.total and self._due(self.recipe.run.sample_every):
-            self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
+        if self._looks:
+            self._look()
         over = self._out_of_time()
         while self.state.step < self.state.total and not over:
             if self._step():
@@ -257,7 +274,7 @@ class Trainer(Session):
         state.spikes.good_until = state.step
         state.spikes.slow_until = state.step + policy.slow_steps
         state.seconds = self._elapsed()
-        self._last = {}
+        self._last, self._before_looks, self._looks = {}, (-1, 0), False
         record = {"kind": "rolled_back", "step": before, "to": state.step, **spike, "batches": [first, last]}
         self._log(record | {"slow": policy.slow, "slow_until": state.spikes.slow_until})
         self._say(
@@ -265,7 +282,10 @@ class Trainer(Session):
             f"{state.step}, past batches {first} to {last}, at {policy.slow:g} of the rate until step "
             f"{state.spikes.slow_until}"
         )
-        self._save()
+        if self.budget is not None:
+            self.budget.went_back(before - state.step)
+            self._plan()
+        self._save(looks=False)
         return True
 
     def _good_checkpoint(self) -> Path | None:
@@ -277,33 +297,60 @@ class Trainer(Session):
 
     def _periodic(self, stop: StopRequest) -> bool:
         """What is due after a step; whether the time is used up. All processes decide alike."""
-        run, state = self.recipe.run, self.state
-        if self._due(run.eval_every):
-            self._evaluate()
+        state = self.state
         if self.budget is not None and state.step == state.replan:
-            state.total, state.replan = self.world.from_first(lambda: self._plan())
-            self._log({"kind": "plan", "step": state.step, "total": state.total})
+            self._plan()
         signal, over = self.world.most([float(stop.number or 0), float(self._out_of_time())])
-        if self._due(run.save_every) or signal or self._improved:
+        # Before anything that may fail, or take long: evaluation and samples come after the checkpoint, which cuts the
+        # log here, so that a resumed run takes them again.
+        if self._due(self.recipe.run.save_every) or signal or over or state.step >= state.total:
             self._save()
         if signal and state.step < state.total:
             raise Interrupted(
                 f"stopped after step {state.step} of {state.total}; the run is saved in {self.out}", int(signal)
             )
-        if self._due(run.sample_every):
-            self._sample()
+        if self._look() and self.budget is not None and not over:
+            (over,) = self.world.most([float(self._out_of_time())])
         return bool(over)
 
-    def _plan(self) -> tuple[int, int]:
-        assert self.budget is not None
-        return self.budget.plan(self.state.step, self._elapsed())
+    def _look(self) -> bool:
+        """The evaluation and the samples that are due; whether any were. Where one fails, what was trained is saved."""
+        run, step = self.recipe.run, self.state.step
+        acts = [
+            act
+            for act, every in ((self._evaluate, run.eval_every), (self._sample, run.sample_every))
+            if self._due(every)
+        ]
+        if not acts or not step:
+            return False
+        self._before_looks = (step, self.metrics.size())
+        try:
+            for act in acts:
+                act()
+        except BaseException:
+            if self.world.size == 1 and self._last.get("save") != step:
+                self._save()
+            raise
+        if self._improved:
+            self._note_best()
+        return True
+
+    def _plan(self) -> None:
+        budget, state = self.budget, self.state
+        assert budget is not None
+        state.total, state.replan = self.world.from_first(lambda: budget.plan(state.step, self._elapsed()))
+        self._log({"kind": "plan", "step": state.step, "total": state.total})
 
     def _finish(self) -> None:
-        if self._last.get("eval") != self.state.step:
-            self._evaluate()
-        if self._last.get("save") != self.state.step:
+        """The last checkpoint, and then what is to be seen of it."""
+        step = self.state.step
+        if self._last.get("save") != step:
             self._save()
-        if self._last.get("samples") != self.state.step:
+        if self._last.get("eval") != step:
+            self._evaluate()
+        if self._improved:
+            self._note_best()
+        if self._last.get("samples") != step:
             self._sample()
 
     def _evaluate(self) -> None:
@@ -342,10 +389,12 @@ class Trainer(Session):
         self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
         return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self, batches: Iterable[Batch] | None = None) -> dict[str, float]:
+        """What the objective measures on the held-out examples, or on some of them."""
         assert self.held_out is not None
+        batches = self.held_out() if batches is None else batches
         with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
-            return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
+            return self.objective.evaluate(self.model, map(self.gradients.on_device, batches))
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
@@ -358,12 +407,14 @@ class Trainer(Session):
             return
         try:
             with random_state_kept(), torch.no_grad(), evaluating(model):
-                self.samples = self.sample(model)
+                texts = self.sample(model)
         except Exception as error:
             self._say(f"no samples at step {self.state.step}: {error}")
             return
         self._took("samples", started)
-        self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
+        if texts:
+            self.samples = texts
+            self._log({"kind": "samples", "step": self.state.step, "texts": texts})
 
     def _due(self, every: int | None, step: int | None = None) -> bool:
         """Every so many steps; in a timed run that takes fewer steps than asked for, as often over the whole run."""
