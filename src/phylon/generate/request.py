@@ -115,15 +115,6 @@ def check_generates(model: Model) -> None:
         raise UserError("this model does not generate: it needs a decoder and a language-model head")
 
 
-def generates(model: Model) -> bool:
-    """Whether the model writes text token by token."""
-    try:
-        check_generates(model)
-    except UserError:
-        return False
-    return True
-
-
 def check_continues(model: Model) -> None:
     """Refuse models that cannot go on with a text of their own."""
     check_generates(model)

@@ -24,7 +24,7 @@ NAMES = (
     "model_ema",
     "adapter",
     "tensorboard",
-    "sources.json",
+    ".sources.json",
 )
 TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/
 

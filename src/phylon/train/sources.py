@@ -8,12 +8,12 @@ from phylon.data import Source
 from phylon.data.documents import file_sums
 from phylon.train.report import write_text
 
-NAME = "sources.json"
+NAME = ".sources.json"
 MOST_NAMED = 3
 
 
 def note_files(source: Source, out: Path) -> None:
-    """Write ``sources.json``: the checksum of every file by its name."""
+    """Write ``.sources.json``: the checksum of every file by its name."""
     write_text(out / NAME, msgspec.json.format(msgspec.json.encode(_sums(source))).decode())
 
 
