@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phylon.data.buckets import BucketLoader, TokenBatches, padded
+from phylon.data.buckets import WINDOW, BucketLoader, LengthOrder, TokenBatches, padded
 from phylon.spec import UserError
 
 
@@ -53,6 +53,32 @@ def test_an_example_that_no_batch_takes_is_refused():
     with pytest.raises(UserError, match="an example has 41 tokens, more than the 40 of a batch"):
         TokenBatches(np.array([[3, 41], [5, 5]]), 40, 0)
     assert len(TokenBatches(np.array([[3, 40], [5, 5]]), 40, 0)) == 2  # 40 fits, although its bucket says 40
+
+
+@settings(deadline=None)
+@given(st.integers(1, 90), st.integers(1, 12), st.integers(0, 3))
+def test_rows_by_length_come_once_an_epoch_from_any_step(n_rows, size, seed):
+    lengths = np.random.default_rng(seed).integers(1, 50, n_rows)
+    order = LengthOrder(n_rows, size, seed, lengths)
+    steps = [order.rows(step).tolist() for step in range(-(-3 * n_rows // size))]
+    stream = np.concatenate(steps)
+    for epoch in range(3):
+        assert sorted(stream[epoch * n_rows : (epoch + 1) * n_rows].tolist()) == list(range(n_rows))
+    again = LengthOrder(n_rows, size, seed, lengths)
+    assert [again.rows(step).tolist() for step in reversed(range(len(steps)))] == steps[::-1]
+
+
+def test_rows_of_about_one_length_share_a_batch_in_every_epoch_and_the_order_is_not_by_length():
+    lengths = np.random.default_rng(0).integers(5, 50, 1003)
+    order = LengthOrder(1003, 16, 1, lengths)
+    for epoch in (0, 3):
+        first = epoch * 1003 // 16 + 1
+        found = [lengths[order.rows(first + i)] for i in range(60)]
+        computed, real = sum(len(one) * one.max() for one in found), sum(one.sum() for one in found)
+        assert computed < 1.12 * real, (epoch, computed / real)
+        longest = [one.max() for one in found[:WINDOW]]
+        assert longest != sorted(longest)
+    assert order.rows(3).tolist() != LengthOrder(1003, 16, 2, lengths).rows(3).tolist()
 
 
 def test_padding_is_told_by_segments_and_has_no_target():

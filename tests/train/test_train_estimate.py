@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from objective_toys import tiny
 
 from phylon.account import account
 from phylon.families import build_spec
@@ -14,6 +15,8 @@ from phylon.spec import UserError
 from phylon.train import load_recipe, train
 from phylon.train.footprint import RowCost, row_cost
 from phylon.train.forecast import estimate
+from phylon.train.prepare import check, prepare
+from phylon.train.recipe import apply_overrides
 
 SIZES = {"model.d_model": 64, "model.n_layers": 2, "model.d_ff": 128, "model.n_kv_heads": 4, "data.seq_len": 64}
 SMALL = SIZES | {"data.tokenizer.vocab_size": 300, "data.max_bytes": 200_000, "run.max_minutes": None, "run.steps": 100}
@@ -66,6 +69,22 @@ def test_the_peak_of_a_step_is_the_measured_one():
     assert all(p.grad is None for p in model.parameters()) or optimizer.drop() is None
 
 
+def test_epochs_say_how_many_steps_there_are(tmp_path):
+    """Of all the data, whatever part of them is measured; a batch by tokens counts its own rows."""
+    for kind, changes in (("image_classes", {}), ("text_classes", {}), ("image_classes", {"run.batch_size": 1})):
+        made = apply_overrides(tiny(kind), {"run.epochs": 3, "run.accumulate": 1, **changes})
+        folder, source = tmp_path / f"{kind}{len(changes)}", check(made, None, "cpu")
+        prepared = prepare(made, folder, source, "cpu", lambda _: None, lambda _: None, resume=False, kept=False)
+        steps, loader = 3 * prepared.feed.loader.steps_per_epoch, prepared.feed.loader
+        tokens = [made.objective.n_tokens(loader.batch(i)) for i in range(steps)]
+        found = estimate(made, device="cpu")
+        assert found.steps == steps != made.run.steps
+        assert found.tokens == pytest.approx(sum(tokens), rel=0.25)
+        assert found.unit == made.objective.counted
+        assert f"{found.steps:,} steps" in found.page()
+        assert ("images of the run" in found.page()) == (kind == "image_classes")
+
+
 def test_rows_that_fit():
     cost = RowCost((10.0, 5.0), (100.0, 50.0), (1.0, 0.5))
     assert [cost.rows_within(n) for n in (99, 100, 149, 150, 1100)] == [0, 1, 1, 2, 21]
@@ -114,6 +133,8 @@ def test_the_estimate_is_what_a_run_takes(tmp_path):
     script = """
 import sys
 from phylon.train import load_recipe, train
+from phylon.train.prepare import check, prepare
+from phylon.train.recipe import apply_overrides
 changes, out = eval(sys.argv[1]), sys.argv[2]
 train(load_recipe("demo", changes), out=out, device="cpu")
 # Of this program alone: the resource limits' own peak begins with that of the process that started it.

@@ -5,14 +5,20 @@ import re
 
 import pytest
 import torch
+from objective_toys import TINY, tiny
+from torch.utils.flop_counter import FlopCounterMode
 from train_toys import ToyLoader, toy_model, toy_recipe
 
+from phylon.layers.mixers.attention import Attention
+from phylon.ops import native
+from phylon.ops.attention import dispatch
 from phylon.train import TensorBoard, Trainer, read_metrics, write_report
 from phylon.train import ceiling as module
 from phylon.train.ceiling import ceiling_flops
 from phylon.train.gradients import Gradients
 from phylon.train.parallel import Parallel
-from phylon.train.watch import Watcher, layer_of
+from phylon.train.prepare import check, prepare
+from phylon.train.watch import Watcher, layer_of, trained_share
 from phylon.train.world import World
 
 
@@ -82,6 +88,49 @@ def test_a_uniform_attention_has_the_entropy_of_its_length(tmp_path):
     assert found["attention_entropy"]["decoder.blocks.1.attn"] == pytest.approx(expected, rel=1e-5)
     assert found["logit_max"]["decoder.blocks.1.attn"] == 0.0
     assert trainer.model.taps is None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TINY if kind != "distillation"])
+def test_the_flops_of_every_objective_are_those_that_pytorch_counts(kind, tmp_path):
+    """Of its passes on the reference kernels, which compute every key: causal queries are charged half of a row's."""
+    recipe = tiny(kind)
+    source = check(recipe, None, "cpu")
+    prepared = prepare(recipe, tmp_path, source, "cpu", lambda _: None, lambda _: None, resume=False, kept=False)
+    model, batch, objective = prepared.model.eval(), prepared.feed.loader.batch(0), recipe.objective
+    counter = FlopCounterMode(display=False)
+    with dispatch.force("reference"), native.without(), torch.no_grad(), counter:
+        objective.losses(model, batch)
+    found = objective.training_flops(model.spec, batch) / 3
+    causal = 0
+    if model.decoder is not None:
+        rows, length = batch["tokens"].shape
+        ops = [block.op(name) for block in model.spec.decoder.blocks for name in block.ops()]
+        heads = sum(op.n_heads * op.head_dim for op in ops if isinstance(op, Attention))
+        causal = 4 * rows * length * heads * (length - (length + 1) // 2)
+    assert found + causal == counter.get_total_flops() > 0
+
+
+def test_a_teacher_costs_its_forward_pass_and_the_student_a_second_score(tmp_path):
+    recipe = tiny("distillation")
+    source = check(recipe, None, "cpu")
+    prepared = prepare(recipe, tmp_path, source, "cpu", lambda _: None, lambda _: None, resume=False, kept=False)
+    model, batch, objective = prepared.model.eval(), prepared.feed.loader.batch(0), recipe.objective
+    with_teacher, alone = objective.training_flops(model.spec, batch), objective.task.training_flops(model.spec, batch)
+    width, vocabulary = model.spec.last_stack.d_model, next(iter(model.spec.heads.values())).vocab_size
+    asked = int((objective.inner.asked(batch)[1] != -100).sum())
+    assert with_teacher > alone + 3 * 2 * width * vocabulary * asked
+    assert with_teacher < 2.5 * alone
+
+
+def test_the_share_of_the_trained_matrices():
+    model = toy_model()
+    assert trained_share(dict(model.named_parameters())) == 1.0
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".blocks.1." in name)
+    assert trained_share(dict(model.named_parameters())) == pytest.approx(0.5, abs=0.2)
+    objective, batch = toy_recipe().objective, ToyLoader().batch(0)
+    whole, none = (objective.training_flops(model.spec, batch, share) for share in (1.0, 0.0))
+    assert whole == 1.5 * none > 0
 
 
 def test_layers_have_short_names():

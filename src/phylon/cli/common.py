@@ -48,6 +48,13 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def labels_of(name: str) -> "dict[str, tuple[str, ...]]":
+    """The names of the classes of a model at a path, by head; a preset has none."""
+    from phylon.hub import KNOWN, describe
+
+    return describe(name).labels if name in KNOWN or Path(name).expanduser().exists() else {}
+
+
 def spec_of(name: str) -> "ModelSpec":
     """The spec of a preset, or of a model at a path, whose weights are not read."""
     from phylon.families import preset, presets

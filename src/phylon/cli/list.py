@@ -8,7 +8,9 @@ from phylon.cli.common import Json, print_json
 
 
 def list_(
-    what: Annotated[Literal["families", "presets", "mechanisms", "backends", "recipes"], typer.Argument(help="Which list.")],
+    what: Annotated[
+        Literal["families", "presets", "mechanisms", "backends", "recipes"], typer.Argument(help="Which list.")
+    ],
     as_json: Json = False,
 ) -> None:
     """List families, presets, mechanisms, kernel backends or training recipes."""

@@ -1,7 +1,7 @@
 """A model on one page: every part with its numbers, weights and parameters, and blocks that repeat once."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -14,16 +14,19 @@ from phylon.spec.base import Spec
 WIDTH, NAME, COUNT = 80, 18, 16
 
 
-def model_page(name: str, spec: ModelSpec) -> str:
-    """The page of a spec. Counts are of a model built on the meta device; those of a repeated block are of one."""
-    return "\n".join(line.rstrip() for line in _Page(build_meta(spec)).lines(name))
+def model_page(name: str, spec: ModelSpec, labels: Mapping[str, tuple[str, ...]] | None = None) -> str:
+    """The page of a spec. Counts are of a model built on the meta device; those of a repeated block are of one.
+
+    ``labels``: the names of the classes, by head.
+    """
+    return "\n".join(line.rstrip() for line in _Page(build_meta(spec), labels or {}).lines(name))
 
 
 class _Page:
     """Lines of three columns: name, what it is, parameters."""
 
-    def __init__(self, model: Model) -> None:
-        self.model, self.spec = model, model.spec
+    def __init__(self, model: Model, labels: Mapping[str, tuple[str, ...]]) -> None:
+        self.model, self.spec, self.labels = model, model.spec, labels
         self.sizes = {name: p.numel() for name, p in model.named_parameters()}
 
     def lines(self, name: str) -> Iterator[str]:
@@ -39,6 +42,7 @@ class _Page:
             yield from ["", "heads"]
         for head_name, head in self.spec.heads.items():
             yield from self.part(1, head_name, head, f"heads.{head_name}")  # type: ignore[arg-type]
+            yield from (" " * NAME + line for line in _wrapped(_named(self.labels.get(head_name, ())), WIDTH - NAME))
         if self.spec.ties:
             yield ""
         for tie in self.spec.ties:
@@ -145,6 +149,12 @@ def _wrapped(items: list[str], width: int) -> list[str]:
             lines.append("")
         lines[-1] += f" {piece}" if lines[-1] else piece
     return [line for line in lines if line]
+
+
+def _named(labels: tuple[str, ...], most: int = 12) -> list[str]:
+    """Classes with their numbers, the first of many."""
+    shown = [f"{number} {label}" for number, label in enumerate(labels[:most])]
+    return [*shown, "…"] if len(labels) > most else shown
 
 
 def _origin(name: str) -> Iterator[str]:

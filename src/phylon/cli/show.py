@@ -17,7 +17,7 @@ def show(
     ] = None,
 ) -> None:
     """Show a model on one page, without loading its weights."""
-    from phylon.cli.common import spec_of
+    from phylon.cli.common import labels_of, spec_of
 
     spec = spec_of(name)
     if shapes:
@@ -27,4 +27,4 @@ def show(
     else:
         from phylon.cli.page import model_page
 
-        print(model_page(name, spec))
+        print(model_page(name, spec, labels_of(name)))

@@ -87,9 +87,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several processes speaks
     note(f"model: {out / 'model'}, report: {out / 'report.html'}")
-    if result.tokenizer is not None and result.model.decoder is not None:
-        shown = _quoted(result.tokenizer, prompt or [])
-        note(f"try: phylon generate {shlex.quote(str(out / 'model'))} --prompt {shown}")
+    note(f"try: {_next_command(result.model, out / 'model', prompt or [])}")
 
 
 def _sampler(prompts: list[str]) -> Any:
@@ -111,6 +109,8 @@ def _sampler(prompts: list[str]) -> Any:
                     raise UserError(f"--prompt {prompt!r} holds no tokens; give some text")
 
         def take(self, model: Any) -> list[str]:
+            if not writes_text(model):
+                return []
             given = prompts or [first_prompt(model.tokenizer)]
             found = generate(model, given, max_new_tokens=96, temperature=0.8, top_p=0.95, seed=0, logprobs=False)
             return [_text(model, p) + (r["text"] or "") for p, r in zip(given, found, strict=True)]
@@ -131,6 +131,28 @@ def _text(model: Any, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
 
 
-def _quoted(tokenizer: Any, prompts: list[str]) -> str:
-    first = prompts[0] if prompts else first_prompt(tokenizer)
-    return shlex.quote(first if isinstance(first, str) else tokenizer.decode(first))
+def writes_text(model: Any) -> bool:
+    """Whether the model has what it takes to write text."""
+    head = next(iter(model.spec.heads.values()), None)
+    return model.tokenizer is not None and model.decoder is not None and hasattr(head, "vocab_size")
+
+
+def _next_command(model: Any, folder: Path, prompts: list[str]) -> str:
+    """A command that shows what the trained model does, by its kind."""
+    from phylon.generate import classifier
+
+    where = shlex.quote(str(folder))
+    said = shlex.quote(prompts[0] if prompts else "some text")
+    if model.tokenizer is None:
+        return f"phylon show {where}"  # no command reads images
+    if writes_text(model):
+        if model.encoder is not None:
+            return f"phylon generate {where} --prompt {said}"
+        first = prompts[0] if prompts else first_prompt(model.tokenizer)
+        shown = shlex.quote(first if isinstance(first, str) else model.tokenizer.decode(first))
+        return f"phylon generate {where} --prompt {shown}"
+    if model.decoder is None and classifier(model) is not None:
+        return f"phylon score {where} --text {said}"
+    if model.encoder is None or model.decoder is None:
+        return f"phylon encode {where} --text {said}"
+    return f"phylon show {where}"

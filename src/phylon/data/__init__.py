@@ -1,7 +1,7 @@
 """From texts to training batches: sources, tokenising once, packing into rows, and a deterministic, resumable order."""
 
 from phylon.data.augment import Augment, Pixels
-from phylon.data.buckets import BucketLoader, PaddedLoader, TokenBatches, padded
+from phylon.data.buckets import BucketLoader, LengthLoader, PaddedLoader, TokenBatches, padded
 from phylon.data.columns import HFDataset, Parquet
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Document, Record, Source
@@ -43,6 +43,7 @@ __all__ = [
     "ImageArrays",
     "ImageFolder",
     "JsonLines",
+    "LengthLoader",
     "Loader",
     "Mixture",
     "PackedDocuments",

@@ -2,17 +2,19 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from phylon.data.documents import digest
-from phylon.data.loader import Batch, Example, Loader, Position, epoch_permutation
+from phylon.data.loader import Batch, BatchOrder, Example, Examples, Loader, Position, epoch_permutation
 from phylon.data.packing import IGNORE
 from phylon.spec.errors import UserError
 
+WINDOW = 32  # batches of a shuffled order that are sorted by length together
 BUCKET = 8  # lengths that differ by less are mixed freely, and counted as the longest of them
 _BATCHES = 1 << 63  # keys the order of the batches apart from that of the examples
 
@@ -99,6 +101,52 @@ class PaddedLoader(Loader):
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         return padded(examples)
+
+
+class Measured(Examples, Protocol):
+    """Numbered examples whose lengths are known and stay."""
+
+    @property
+    def lengths(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LengthOrder(BatchOrder):
+    """Batches of rows of about one length: every epoch holds every row once, as ``BatchOrder``'s does.
+
+    The shuffled rows of an epoch are taken ``WINDOW`` batches at a time and sorted by length; the batches of each
+    window are shuffled. Rows that fill up the last batch of the epoch before, or begin one that the next epoch fills
+    up, are of any length.
+    """
+
+    lengths: np.ndarray
+    _memo: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def epoch(self, number: int) -> np.ndarray:
+        if number not in self._memo:
+            self._memo.clear()
+            self._memo[number] = self._sorted(number)
+        return self._memo[number]
+
+    def _sorted(self, number: int) -> np.ndarray:
+        shuffled, size = BatchOrder.epoch(self, number).copy(), self.batch_size
+        begin = -number * self.n_rows % size  # the rows that the last batch of the epoch before still takes
+        end = begin + max(0, self.n_rows - begin) // size * size
+        for start in range(begin, end, WINDOW * size):
+            rows = shuffled[start : min(start + WINDOW * size, end)]
+            batches = rows[np.argsort(self.lengths[rows], kind="stable")].reshape(-1, size)
+            order = epoch_permutation(len(batches), self.seed, number << 32 | start + 1 | _BATCHES)
+            rows[:] = batches[order].reshape(-1)
+        return shuffled
+
+
+class LengthLoader(PaddedLoader):
+    """A ``PaddedLoader`` whose batches hold examples of about one length, the longest array of each."""
+
+    def __init__(self, rows: Measured, batch_size: int, seed: int) -> None:
+        super().__init__(rows, batch_size, seed)
+        self.order = LengthOrder(len(rows), batch_size, seed, np.array(rows.lengths, np.int64))
+        self._identity["window"] = WINDOW
 
 
 def padded(examples: Sequence[Example]) -> Batch:

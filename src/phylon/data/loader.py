@@ -57,7 +57,7 @@ def epoch_permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchOrder:
     """Which rows make up each batch, for ever: epoch follows epoch without a gap, so a batch may hold the end of one
     and the start of the next, no row is left out of an epoch, and a batch may be larger than the data."""
@@ -82,7 +82,11 @@ class BatchOrder:
         assert step >= 0, step
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         found = [divmod(number, self.n_rows) for number in numbers]
-        return [(int(epoch_permutation(self.n_rows, self.seed, epoch)[index]), epoch) for epoch, index in found]
+        return [(int(self.epoch(epoch)[index]), epoch) for epoch, index in found]
+
+    def epoch(self, number: int) -> np.ndarray:
+        """The rows of an epoch in order, ``(n_rows,)``."""
+        return epoch_permutation(self.n_rows, self.seed, number)
 
     def place(self, step: int) -> tuple[int, int]:
         """The epoch and the index in it at which batch ``step`` begins."""

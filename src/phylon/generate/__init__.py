@@ -2,6 +2,7 @@
 
 from phylon.generate.beam import Hypothesis, beam_search
 from phylon.generate.chat import ChatSession
+from phylon.generate.classify import Classified, classifier, classify
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
 from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
@@ -12,6 +13,7 @@ from phylon.spec.package import make_callable
 __all__ = [
     "Batch",
     "ChatSession",
+    "Classified",
     "Generation",
     "Hypothesis",
     "Options",
@@ -20,6 +22,8 @@ __all__ = [
     "Score",
     "TextStream",
     "beam_search",
+    "classifier",
+    "classify",
     "encode",
     "generate",
     "run",

@@ -43,11 +43,11 @@ def encode(
     if model.encoder is not None and model.decoder is not None:
         raise UserError("an encoder-decoder has no vector of a text alone; encode with an encoder or a decoder")
     check_size("batch_tokens", batch_tokens)
-    rows = [_shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
-    _check_lengths(rows, model.spec.max_seq_len)
+    rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    check_lengths(rows, model.spec.max_seq_len)
     vectors = torch.empty(len(rows), model.spec.last_stack.d_model)
     for chosen in batches([len(ids) for ids in rows], batch_tokens):
-        tokens, segments = _padded([rows[i] for i in chosen], model.device)
+        tokens, segments = padded([rows[i] for i in chosen], model.device)
         hidden = model(tokens, segments=segments, logits="none").hidden
         vectors[chosen] = _pooled(hidden, segments, pool).cpu()
     return torch.nn.functional.normalize(vectors, dim=-1) if normalise else vectors
@@ -71,7 +71,7 @@ def batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
         yield batch
 
 
-def _shortened(ids: list[int], most: int | None) -> list[int]:
+def shortened(ids: list[int], most: int | None) -> list[int]:
     if most is None or len(ids) <= most:
         return ids
     if most < 2:
@@ -79,7 +79,7 @@ def _shortened(ids: list[int], most: int | None) -> list[int]:
     return [*ids[: most - 1], ids[-1]]
 
 
-def _check_lengths(rows: list[list[int]], most: int | None) -> None:
+def check_lengths(rows: list[list[int]], most: int | None) -> None:
     for i, ids in enumerate(rows):
         if not ids:
             raise UserError(f"text {i} is empty: it has no tokens to take a vector from")
@@ -87,7 +87,7 @@ def _check_lengths(rows: list[list[int]], most: int | None) -> None:
             raise UserError(f"text {i} has {len(ids)} tokens, the model reads {most}; give max_tokens={most} to cut it")
 
 
-def _padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def padded(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     width = max(map(len, rows))
     tokens, segments = torch.zeros(2, len(rows), width, dtype=torch.int64)
     for row, ids in enumerate(rows):

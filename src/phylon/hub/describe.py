@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
 from phylon.families.base import Config, shown
+from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
 from phylon.spec.errors import UserError
@@ -24,6 +25,7 @@ class Description:
     """A checkpoint before its weights. ``family`` is ``None`` for native folders; ``source`` is an opened GGUF file.
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
+    ``labels`` are the names of classes, by head.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -34,6 +36,7 @@ class Description:
     generation: GenerationDefaults
     source: TensorSource | None = None
     written_as: str | None = None
+    labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blame: Callable[[UserError], UserError] = lambda error: error
 
 
@@ -59,13 +62,14 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "family", "model", "generation")]
+        unknown = [key for key in data if key not in ("schema", "family", "model", "generation", "labels")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
         if not isinstance(data.get("family", ""), str):
             raise UserError(f"'family' must be a name, got {data['family']!r}")
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
+        labels = native_labels(spec, data.get("labels", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
     return Description(
@@ -75,6 +79,7 @@ def _native(path: Path) -> Description:
         spec=spec,
         generation=generation,
         written_as=data.get("family"),
+        labels=labels,
     )
 
 
@@ -94,6 +99,7 @@ def _hf(path: Path) -> Description:
     extra = path / "generation_config.json"
     with _named(str(path)):
         generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
+        labels = hf_labels(spec, data.get("id2label"))
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
         generation = generation.replace(decoder_start_id=generation.pad_id)
@@ -104,6 +110,7 @@ def _hf(path: Path) -> Description:
         spec=spec,
         generation=generation,
         written_as=family.name,
+        labels=labels,
         blame=config.blame,
     )
 

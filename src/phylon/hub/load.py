@@ -46,7 +46,7 @@ def load(
         model.stored_dtypes = stored_dtypes(plan, source, stored_tensors(model))
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
-    model.family = found.written_as
+    model.family, model.labels = found.written_as, found.labels
     if found.format == "gguf":
         model.tokenizer, model.generation = _gguf_vocabulary(source)
     return model.eval()

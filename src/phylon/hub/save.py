@@ -16,6 +16,7 @@ from phylon.checkpoint import MemorySource, identity, write_gguf, write_safetens
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
+from phylon.hub.labels import hf_tables
 from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
 from phylon.model.passes import lora_tensors
@@ -47,13 +48,14 @@ def save(
         if hf is None:
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
             data |= {} if model.family is None else {"family": model.family}
+            data |= {"labels": model.labels} if model.labels else {}
             _write_json(beside / NATIVE_CONFIG, data)
             tensors: Any = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
         else:
             _write_json(
                 # What the family writes itself (RoBERTa's pad id places its positions) is part of the maths.
                 beside / "config.json",
-                {**_ids(model.generation), **hf.write(model.spec), "torch_dtype": _most(model)},
+                {**_ids(model.generation), **hf.write(model.spec), **hf_tables(model), "torch_dtype": _most(model)},
             )
             _write_json(beside / "generation_config.json", _generation_config(model.generation))
             tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes)

@@ -35,8 +35,9 @@ class Output:
 class Model(Part):
     """An ordinary ``nn.Module`` built from a ``ModelSpec``; parameters have canonical names.
 
-    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, and
-    ``stored_dtypes`` says what is given back in another dtype than the parameter has: by name, as stored and as loaded.
+    ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, ``labels`` are
+    the names of a head's classes in order, by head, where they have names, and ``stored_dtypes`` says what is given
+    back in another dtype than the parameter has: by name, as stored and as loaded.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 
@@ -52,6 +53,7 @@ class Model(Part):
         self.stored_dtype: str | None = None
         self.stored_dtypes: dict[str, tuple[torch.dtype, torch.dtype]] = {}
         self.family: str | None = None
+        self.labels: dict[str, tuple[str, ...]] = {}
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):

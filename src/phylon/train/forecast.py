@@ -6,23 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phylon.data import Source
+from phylon.data import Batches, BatchOrder, Loader, Source
 from phylon.model import Model, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+from phylon.train.final import with_epochs
 from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
+from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
 from phylon.train.pretrained import apply_tune
 from phylon.train.recipe import Recipe, apply_overrides, model_spec
 from phylon.train.vocabulary import Loaded
-from phylon.train.watch import training_flops_per_token
+from phylon.train.watch import trained_share
 from phylon.train.world import World
 
 SAMPLE_BYTES = 300_000  # of the data, enough for rows to measure with
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556), table 3, for compute-optimal training
+N_SAMPLED = 8  # batches that are looked at
 ROOMY = 0.25  # of the free memory: what is surely below it is not measured before a run
 
 
@@ -30,8 +33,10 @@ ROOMY = 0.25  # of the free memory: what is surely below it is not measured befo
 class Estimate:
     """Figures of a run. Bytes are at the peak of a step on one process; ``tokens`` and FLOPs are of the whole run.
 
-    ``flops_6nd`` is C = 6 N D with N all parameters and D the tokens seen (arXiv:2001.08361, section 2.1). For that C
-    the best size follows from C = 6 N D and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556).
+    ``tokens`` are real ones, or images, as ``unit`` says; ``flops_training_per_token`` is what one costs with the
+    padding around it. ``rows`` are those of a part of a batch on one process. ``flops_6nd`` is C = 6 N D with N all
+    parameters and D the tokens seen (arXiv:2001.08361, section 2.1). For that C the best size follows from C = 6 N D
+    and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556).
     """
 
     parameters: int
@@ -52,6 +57,7 @@ class Estimate:
     rows_that_fit: int
     seconds_per_step: float
     steps: int
+    unit: str = "token"
 
     @property
     def total_bytes(self) -> float:
@@ -64,11 +70,9 @@ class Estimate:
         trained = "" if self.trained == self.parameters else f", {self.trained:,} trained"
         rows = [
             ("parameters", f"{self.parameters:,}{trained}"),
-            ("tokens of the run", f"{self.tokens:,}"),
-            ("FLOPs a token, training", f"{self.flops_training_per_token:,.0f}"),
-            ("compute, C = 6 N D", f"{self.flops_6nd:.3g} FLOPs"),
-            ("best size for that C", f"N = sqrt(C / 120) = {self.best_parameters:,.0f} parameters"),
-            ("", f"D = 20 N = {self.best_tokens:,.0f} tokens"),
+            (f"{self.unit}s of the run", f"{self.tokens:,}"),
+            (f"FLOPs {_a(self.unit)}, training", f"{self.flops_training_per_token:,.0f}"),
+            *(self._best() if self.unit == "token" else ()),
             ("weights", in_words(self.weights_bytes)),
             ("gradients", in_words(self.gradients_bytes)),
             ("optimizer", in_words(self.optimizer_bytes)),
@@ -81,13 +85,36 @@ class Estimate:
         ]
         return "\n".join(f"{name:<28}{text}" for name, text in rows)
 
+    def _best(self) -> list[tuple[str, str]]:
+        return [
+            ("compute, C = 6 N D", f"{self.flops_6nd:.3g} FLOPs"),
+            ("best size for that C", f"N = sqrt(C / 120) = {self.best_parameters:,.0f} parameters"),
+            ("", f"D = 20 N = {self.best_tokens:,.0f} tokens"),
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sampled:
+    """What a few batches tell: the cost of the largest one's rows, and means over all, each a row's.
+
+    ``share``: the mean row's FLOPs over those of the rows that were measured. ``rows``: of a whole batch.
+    """
+
+    cost: RowCost
+    rows: float
+    steps: int
+    tokens: float
+    flops: float
+    share: float
+
 
 def estimate(
     recipe: Recipe, source: Source | None = None, device: str = "auto", world: World | None = None
 ) -> Estimate:
     """Measure a step of one and two rows of ``recipe`` and say what the run will need; nothing is left behind.
 
-    The model is made in memory; the data are read up to a few hundred kilobytes.
+    The model is made in memory; the data are read up to a few hundred kilobytes, or whole where ``run.epochs`` asks
+    how many steps they give.
     """
     world, target = world or World(), resolve_device(device)
     spec = model_spec(recipe, _vocabulary(recipe))
@@ -101,20 +128,21 @@ def estimate(
             f"training {n:,} parameters needs {in_words(needed)} beside activations, and {in_words(free)} are free; "
             "choose a smaller model, or LoRA"
         )
-    rows = -(-recipe.run.batch_size // (recipe.run.accumulate * world.size))
     with tempfile.TemporaryDirectory() as folder:
-        cost = _cost(recipe, source, Path(folder), device)
-    kept, peak, seconds = cost.at(rows)
-    tokens = recipe.run.steps * recipe.run.batch_size * recipe.data.seq_len
+        found = _sampled(recipe, source, Path(folder), device)
+    rows = math.ceil(found.rows / (recipe.run.accumulate * world.size))
+    kept, peak, seconds = found.cost.at(rows)
+    per_step = seconds * found.share * recipe.run.accumulate
+    limit = math.inf if recipe.run.max_minutes is None else recipe.run.max_minutes * 60 / per_step
+    steps = int(min(found.steps, limit))
+    tokens = round(steps * found.rows * found.tokens)
     compute = 6.0 * n * tokens
     best = math.sqrt(compute / (6 * TOKENS_PER_PARAMETER))
-    per_step = seconds * recipe.run.accumulate
-    limit = math.inf if recipe.run.max_minutes is None else recipe.run.max_minutes * 60 / per_step
     return Estimate(
         parameters=n,
         trained=sum(p.numel() for p in shape.parameters() if p.requires_grad),
         tokens=tokens,
-        flops_training_per_token=training_flops_per_token(shape, recipe.data.seq_len),
+        flops_training_per_token=found.flops / found.tokens,
         flops_6nd=compute,
         best_parameters=best,
         best_tokens=TOKENS_PER_PARAMETER * best,
@@ -123,9 +151,10 @@ def estimate(
         working_bytes=max(0.0, peak - kept),
         free_bytes=free,
         rows=rows,
-        rows_that_fit=cost.rows_within(free - sum(states.values())),
+        rows_that_fit=found.cost.rows_within(free - sum(states.values())),
         seconds_per_step=per_step,
-        steps=int(min(recipe.run.steps, limit)),
+        steps=steps,
+        unit=recipe.objective.counted,
     )
 
 
@@ -140,7 +169,8 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     free = free_bytes(target)
     if sum(_state_bytes(recipe, shape).values()) + _rough_bytes(recipe, shape, world) < ROOMY * free:
         return
-    found = estimate(recipe, source, device, world)
+    # How long the run is does not matter here, and may take all of the data to say.
+    found = estimate(recipe.replace(run=recipe.run.replace(epochs=None)), source, device, world)
     if found.rows <= found.rows_that_fit:
         return
     if not found.rows_that_fit:
@@ -156,12 +186,14 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     )
 
 
-def _cost(recipe: Recipe, source: Source | None, folder: Path, device: str) -> RowCost:
-    """One and two rows of a small part of the data, on the model of the recipe."""
-    most = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
-    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": 2, "data.held_out": 0.0}
-    if recipe.objective.reads_text:
-        small["data.max_bytes"] = most
+def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -> _Sampled:
+    """Look at a few batches, of a small part of the data unless all must be counted, and run one and two rows."""
+    run, objective = recipe.run, recipe.objective
+    small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": max(2, run.batch_size)}
+    if run.epochs is None:
+        small |= {"run.batch_size": 2, "data.held_out": 0.0}
+        if objective.reads_text:
+            small["data.max_bytes"] = min(SAMPLE_BYTES, recipe.data.max_bytes or SAMPLE_BYTES)
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = apply_overrides(recipe, small)
@@ -180,7 +212,31 @@ def _cost(recipe: Recipe, source: Source | None, folder: Path, device: str) -> R
     precision = resolve_precision(recipe.run.precision, model.device)
     parallel = Parallel(model, World(), "ddp")
     optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
-    return row_cost(Gradients(parallel, recipe.objective, optimizer, precision, 1), prepared.feed.loader.batch(0))
+    loader = prepared.feed.loader
+    batches = [loader.batch(step) for step in range(N_SAMPLED)]
+    sizes, trained = [_rows(batch) for batch in batches], trained_share(parallel.parameters())
+    flops = [objective.training_flops(model.spec, b, trained) / n for b, n in zip(batches, sizes, strict=True)]
+    largest = max(range(N_SAMPLED), key=lambda i: flops[i])
+    mean = sum(f * n for f, n in zip(flops, sizes, strict=True)) / sum(sizes)
+    by_rows = isinstance(getattr(loader, "order", None), BatchOrder)
+    return _Sampled(
+        cost=row_cost(Gradients(parallel, objective, optimizer, precision, 1), batches[largest]),
+        rows=run.batch_size if by_rows else sum(sizes) / N_SAMPLED,
+        steps=_steps(recipe, loader),
+        tokens=sum(map(objective.n_tokens, batches)) / sum(sizes),
+        flops=mean,
+        share=mean / flops[largest] if flops[largest] else 1.0,
+    )
+
+
+def _steps(recipe: Recipe, loader: Batches) -> int:
+    """The updates of the run; ``loader`` has at least two rows a batch, the run may have one."""
+    one = recipe.run.epochs is not None and recipe.run.batch_size == 1 and isinstance(loader, Loader)
+    return recipe.run.epochs * loader.order.n_rows if one else with_epochs(recipe, loader).run.steps
+
+
+def _rows(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _as_recipe_says(model: Model, recipe: Recipe) -> None:
@@ -222,6 +278,10 @@ def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
     for stack in shape.spec.stacks.values():
         total += 4.0 * rows * length * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
     return total
+
+
+def _a(unit: str) -> str:
+    return f"an {unit}" if unit == "image" else f"a {unit}"
 
 
 def _clock(seconds: float) -> str:

@@ -80,7 +80,9 @@ def prepare(
         say=say,
     )
     feed = objective.feed(material)
-    return Prepared(tokenizer, feed, _model(recipe, spec, tokenizer, device, say, resume=resume))
+    model = _model(recipe, spec, tokenizer, device, say, resume=resume)
+    model.labels = {**model.labels, **feed.labels}
+    return Prepared(tokenizer, feed, model)
 
 
 def recipe_source(data: DataRecipe) -> Source:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from phylon import hub
+from phylon.hub.labels import kept_labels
 from phylon.hub.load import stored_tensors
 from phylon.model import Model, ModelSpec, build
 from phylon.model.passes import add_lora, freeze, train_only
@@ -51,6 +52,7 @@ def load_start(table: dict[str, Any], spec: ModelSpec, seed: int, device: str) -
         return loaded
     model = build(spec, seed=seed, dtype=dtype, device=device)
     model.tokenizer, model.generation, model.family = loaded.tokenizer, loaded.generation, loaded.family
+    model.labels = kept_labels(loaded.labels, loaded.spec, spec)
     old, new = stored_tensors(loaded), stored_tensors(model)
     with torch.no_grad():
         for name, tensor in new.items():

@@ -133,16 +133,16 @@ def _trainer(
             lambda first: _prepared(recipe, out, place, source, device, watchers, first, last, lock)
         )
         _say(watchers, _parameters(prepared.model))
-        loader, held_out, own_sample = prepared.feed
-        recipe = with_epochs(recipe, loader)
+        feed = prepared.feed
+        recipe = with_epochs(recipe, feed.loader)
         trainer = Trainer(
             prepared.model,
-            loader,
+            feed.loader,
             recipe,
             out,
             watchers,
-            held_out=held_out,
-            sample=own_sample or sample,
+            held_out=feed.held_out,
+            sample=feed.sample or sample,
             world=world,
         )
         trainer.check()

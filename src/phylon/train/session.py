@@ -41,7 +41,7 @@ from phylon.train.resume import check_continuation
 from phylon.train.rng import random_state, random_state_kept, seed_all, set_random_state
 from phylon.train.scaling import LossScale
 from phylon.train.spikes import RollBack
-from phylon.train.watch import Watcher
+from phylon.train.watch import Watcher, trained_share
 from phylon.train.world import World
 
 
@@ -113,7 +113,7 @@ class Session:
         self._looks = False  # whether those of this step are still to come
         self._before_looks = (-1, 0)  # a step, and how long the log was before its evaluation and samples
         self._held_out_hash: str | None = None
-        self._watched = (0, 0.0)
+        self._trained, self._flops, self._watched = trained_share(parameters), 0.0, 0.0
         self._base, self._start = 0.0, time.perf_counter()
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -157,6 +157,7 @@ class Session:
             whole |= self.parallel.whole(self.ema.means)
         model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
         model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
+        model.labels = mine.labels
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)

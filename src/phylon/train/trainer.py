@@ -27,7 +27,6 @@ from phylon.train.session import Session
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
 from phylon.train.spikes import RollBack
 from phylon.train.threads import faster_threads
-from phylon.train.watch import training_flops_per_token
 from phylon.train.world import lost_peer
 
 MAX_SKIPPED_IN_ROW = 10
@@ -67,7 +66,7 @@ class Trainer(Session):
             self.metrics.cut(0)  # what a run killed before its first checkpoint has left
         if self.budget is not None:
             self.budget.begin(state.step, self._elapsed())
-        self._watched = (state.tokens, self._elapsed())
+        self._flops, self._watched = 0.0, self._elapsed()
         for callback in self.callbacks:
             callback.started(state)
         try:
@@ -130,6 +129,8 @@ class Trainer(Session):
             seen = self._update(found, lr, watching)
         tokens = self.objective.n_tokens(batch)
         state.tokens += tokens
+        if self.recipe.run.watch_every is not None:
+            self._flops += self.objective.training_flops(self.model.spec, batch, self._trained)
         state.seconds = self._elapsed()
         record: Record = {
             "kind": "step",
@@ -186,8 +187,7 @@ class Trainer(Session):
     def _watch(self, batch: Batch, seen: Record) -> None:
         """The "watch" record: utilisation, what moved, what attention and routers do."""
         state = self.state
-        tokens, seconds = state.tokens - self._watched[0], state.seconds - self._watched[1]
-        flops = training_flops_per_token(self.model, self.recipe.data.seq_len) * tokens / max(seconds, 1e-9)
+        flops = self._flops / max(state.seconds - self._watched, 1e-9)
         ceiling = self.world.size * ceiling_flops(self.device, self.precision)
         record: Record = {"kind": "watch", "step": state.step, "flops_per_s": flops, "ceiling_flops_per_s": ceiling}
         record |= {"utilisation": flops / ceiling, "activation_bytes": self.watcher.activation_bytes, **seen}
@@ -197,7 +197,7 @@ class Trainer(Session):
         except Exception as error:
             self._say(f"cannot look into the model at step {state.step}: {error}")
         self._log(record)
-        self._watched = (state.tokens, self._elapsed())
+        self._flops, self._watched = 0.0, self._elapsed()
 
     def _ratio(self) -> float:
         """The share of the peak rate at this step; less for a while after a roll-back."""

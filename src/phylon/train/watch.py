@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phylon.account.flops import flops_per_token
 from phylon.model import Model
 from phylon.train.gradients import Gradients, cut, evaluating
 from phylon.train.objectives.base import Batch
@@ -119,12 +118,11 @@ def _balance(logits: Tensor) -> float:
     return float(torch.bincount(first, minlength=logits.shape[-1]).max()) * logits.shape[-1] / max(1, first.numel())
 
 
-def training_flops_per_token(model: Model, seq_len: int) -> float:
-    """Matrix-product FLOPs of training on one token: three forward passes, every token charged half of the keys.
-
-    A causal token sees on average half of a row; parameters that take no gradient still cost one product of two.
-    """
-    return 3.0 * flops_per_token(model.spec, max(1, seq_len // 2))
+def trained_share(parameters: Mapping[str, Tensor]) -> float:
+    """The share of the matrices (embeddings aside, which multiply nothing) that take a gradient."""
+    sizes = [(p.numel(), p.requires_grad) for name, p in parameters.items() if p.ndim > 1 and ".embed." not in name]
+    total = sum(size for size, _ in sizes)
+    return sum(size for size, trained in sizes if trained) / total if total else 1.0
 
 
 def layer_of(name: str) -> str:

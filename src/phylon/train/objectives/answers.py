@@ -98,6 +98,9 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
             if end == last:
                 return
 
+    def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
+        return {self.head: batch["tokens"].numel()}
+
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: 2 * len(batch["targets"])}
 

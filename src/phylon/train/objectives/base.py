@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from phylon.account.flops import Pass, flops_of_pass
 from phylon.data import Batches, Source, split_documents
 from phylon.model import GenerationDefaults, Model, ModelSpec
 from phylon.ops.loss import IGNORE, Loss
@@ -53,11 +54,15 @@ class Material:
 
 
 class Feed(NamedTuple):
-    """The batches of a run: training, held-out (``None`` where nothing is held out), and what samples show."""
+    """The batches of a run: training, held-out (``None`` where nothing is held out), and what samples show.
+
+    ``labels``: the names of the classes that the data have, by head; the trained model is saved with them.
+    """
 
     loader: Batches
     held_out: Callable[[], Iterable[Batch]] | None = None
     sample: Sampler | None = None
+    labels: Mapping[str, tuple[str, ...]] = {}
 
 
 class Objective(Slot):
@@ -72,6 +77,9 @@ class Objective(Slot):
     that of ``sum over terms of weight * sum / count``, whatever the parts. An objective that cannot be cut refuses
     ``run.accumulate`` in ``check``. Everything random in an example is a pure function of (seed, epoch, index).
     """
+
+    counted: ClassVar[str] = "token"
+    """What ``n_tokens`` counts."""
 
     reads_text: ClassVar[bool] = True
     """Whether the data are turned into token ids, which takes a tokenizer."""
@@ -142,6 +150,26 @@ class Objective(Slot):
     def n_tokens(self, batch: Batch) -> int:
         """How many tokens (or images) a batch holds: real ones, of source and target."""
         return sum(int((batch[name] != 0).sum()) for name in ("segments", "source_segments") if name in batch)
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        """The forward passes that ``losses`` makes of a batch, and what each head is asked for."""
+        if "tokens" not in batch:
+            return []  # an objective of the user's that does not say
+        rows, length = batch["tokens"].shape
+        source = batch["source"].shape[1] if "source" in batch else 0
+        return [Pass(rows, length, source, self.scored(spec, batch))]
+
+    def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
+        """How many tokens (or documents) each head is asked for; the first one, every token, unless said otherwise."""
+        return {name: batch["tokens"].numel() for name in list(spec.heads)[:1]}
+
+    def training_flops(self, spec: ModelSpec, batch: Batch, trained: float = 1.0) -> float:
+        """Matrix-product FLOPs of training on a batch: the forward passes, and one or two products backward for each.
+
+        ``trained``: the share of the matrices that take a gradient, which is the second of them. What recomputation
+        does once more is no part of it (the convention of PaLM, arXiv:2204.02311, appendix B).
+        """
+        return (2.0 + trained) * sum(flops_of_pass(spec, shapes) for shapes in self.passes(spec, batch))
 
     def evaluate(self, model: Model, batches: Iterable[Batch]) -> Metrics:
         """Metrics over held-out batches; ``loss`` is always among them. The model is in evaluation mode."""

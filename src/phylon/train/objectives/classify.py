@@ -51,6 +51,9 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
     def _per_text(self) -> bool:
         return True
 
+    def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
+        return {self.head: len(batch["tokens"]) if self._per_text else batch["tokens"].numel()}
+
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: n_targets(batch["targets"])}
 
@@ -101,6 +104,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         material.say("classes: " + ", ".join(f"{i} {n}" for i, n in enumerate(classes.names) if not numbers))
         return None if numbers else classes
 
+    def named(self, feed: Feed, classes: Classes | None) -> Feed:
+        """The feed with the names of the classes."""
+        return feed if classes is None else feed._replace(labels={self.head: classes.names})
+
     def number(self, material: Material, classes: Classes | None, label: Any, where: str) -> int:
         """The number of a label."""
         if classes is not None:
@@ -135,7 +142,7 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
             ]
             for which, part in rows.items()
         }
-        return row_feed(material, made["training"], made.get("held-out"))
+        return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
 
     def _example(self, material: Material, row: LabelledText, target: np.ndarray) -> Arrays:
         most = material.recipe.data.seq_len
@@ -223,7 +230,7 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
             ]
             for which, part in rows.items()
         }
-        return row_feed(material, made["training"], made.get("held-out"))
+        return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
 
     def _example(self, material: Material, words: list[str], labels: list[int], where: str) -> Arrays:
         joint = shortened(material.text.encode_joint(" ".join(words)), material.recipe.data.seq_len)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phylon.account.flops import Pass
 from phylon.data.table import text_of
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -16,7 +17,7 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 from phylon.train.measures import retrieval_accuracy
 from phylon.train.objectives.base import Batch, Feed, Material, Metrics
-from phylon.train.objectives.supervised import Arrays, RecordObjective, parts, row_feed, text_arrays
+from phylon.train.objectives.supervised import Arrays, RecordObjective, parts, shuffled_feed, text_arrays
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
@@ -67,7 +68,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
 
     def feed(self, material: Material) -> Feed:
         made = {which: self._examples(material, source) for which, source in parts(material)}
-        return row_feed(material, made["training"], made.get("held-out"))
+        return shuffled_feed(material, made["training"], made.get("held-out"))
 
     def _examples(self, material: Material, source: object) -> list[Arrays]:
         most = material.recipe.data.seq_len
@@ -102,6 +103,14 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
             hidden = model(batch[f"{prefix}tokens"], **read, logits="none").hidden
             found.append(torch.nn.functional.normalize(pooled(hidden, read["segments"], self.pool), dim=-1))
         return found[0], found[1]
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        return [Pass(len(batch[name]), batch[name].shape[1]) for name in ("tokens", "pair_tokens")]
+
+    def training_flops(self, spec: ModelSpec, batch: Batch, trained: float = 1.0) -> float:
+        """The passes, and the cosines of all pairs of the batch with two products backward."""
+        cosines = 2 * len(batch["tokens"]) ** 2 * spec.last_stack.d_model
+        return super().training_flops(spec, batch, trained) + 3 * cosines
 
     def n_tokens(self, batch: Batch) -> int:
         return sum(int((batch[name] != 0).sum()) for name in ("segments", "pair_segments"))

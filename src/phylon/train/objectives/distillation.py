@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phylon import hub
+from phylon.account.flops import Pass, flops_of_pass
 from phylon.data import Source
 from phylon.model import GenerationDefaults, Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss
@@ -100,7 +101,7 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def counts(self, batch: Batch) -> dict[str, float]:
         counts = self.task.counts(batch)
-        return counts | {SOFT: int((self.inner.asked(batch)[1] != IGNORE).sum())}
+        return counts | {SOFT: self._asked(batch)}
 
     def weights(self) -> dict[str, float]:
         return self.task.weights() | {"lm": 1 - self.soft, "mlm": 1 - self.soft, SOFT: self.soft}
@@ -121,6 +122,23 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def n_tokens(self, batch: Batch) -> int:
         return self.task.n_tokens(batch)
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        """The task's, whose head scores the tokens that are asked for twice: for the labels and for the teacher's."""
+        head = next(iter(spec.heads))
+        return [
+            shapes._replace(scored={**shapes.scored, head: shapes.scored[head] + self._asked(batch)})
+            for shapes in self.task.passes(spec, batch)
+        ]
+
+    def training_flops(self, spec: ModelSpec, batch: Batch, trained: float = 1.0) -> float:
+        teacher = _teacher_spec(self.teacher)
+        taught = {next(iter(teacher.heads)): self._asked(batch)}
+        theirs = [shapes._replace(scored=taught) for shapes in self.task.passes(spec, batch)]
+        return super().training_flops(spec, batch, trained) + sum(flops_of_pass(teacher, shapes) for shapes in theirs)
+
+    def _asked(self, batch: Batch) -> int:
+        return int((self.inner.asked(batch)[1] != IGNORE).sum())
 
     def after_step(self, model: Model) -> None:
         self.task.after_step(model)
@@ -143,6 +161,11 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Loss:
     said = torch.log_softmax(student / temperature, dim=-1)
     total = torch.nn.functional.kl_div(said, wanted, reduction="sum", log_target=True)
     return Loss(total * temperature**2, torch.tensor(len(student), device=student.device))
+
+
+@lru_cache(maxsize=1)
+def _teacher_spec(name: str) -> ModelSpec:
+    return hub.describe(name).spec
 
 
 @lru_cache(maxsize=1)

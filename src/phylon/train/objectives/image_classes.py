@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from phylon.account.flops import Pass
 from phylon.data import Loader, Source
 from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
@@ -45,6 +46,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
     label_smoothing: float = 0.0
     head: str = "class"
 
+    counted = "image"
     reads_text = False
 
     def __post_init__(self) -> None:
@@ -96,10 +98,11 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
         loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
+        labels = {self.head: images.classes} if set(images.classes) != set(map(str, range(len(images.classes)))) else {}
         if not share:
-            return Feed(loader)
+            return Feed(loader, labels=labels)
         kept = _Chosen(images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)
-        return Feed(loader, lambda: kept.batches(EVAL_IMAGES))
+        return Feed(loader, lambda: kept.batches(EVAL_IMAGES), labels=labels)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {self.head: len(batch["targets"])}
@@ -108,6 +111,14 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         targets = Targets(batch["targets"], label_smoothing=self.label_smoothing)
         out = model(images=batch["images"], targets={self.head: targets}, logits="none")
         return {self.head: out.losses[self.head]}
+
+    def passes(self, spec: ModelSpec, batch: Batch) -> list[Pass]:
+        assert spec.encoder is not None
+        embed = spec.encoder.embed
+        assert isinstance(embed, PatchEmbed)
+        rows, _, height, width = batch["images"].shape
+        length = embed.n_extra + (height // embed.patch_size) * (width // embed.patch_size)
+        return [Pass(rows, length, 0, {self.head: rows})]
 
     def n_tokens(self, batch: Batch) -> int:
         """Images."""

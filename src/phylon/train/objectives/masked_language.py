@@ -116,6 +116,9 @@ class MaskedLanguage(TokenObjective, frozen=True, kw_only=True):
         pairs = {"nsp": len(batch["nsp"])} if "nsp" in batch else {}
         return {"mlm": n_targets(batch["mlm"]), **pairs, **self.router_counts(batch)}
 
+    def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
+        return {"mlm": n_targets(batch["mlm"])} | ({} if self.pairs is None else {self.pairs.head: len(batch["nsp"])})
+
     def losses(self, model: Model, batch: Batch) -> dict[str, Loss]:
         out = self.run(model, batch)
         return self._terms(out) | self.router_terms(model, out)

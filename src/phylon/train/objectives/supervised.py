@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from phylon.data import Source
-from phylon.data.buckets import PaddedLoader, examples_digest, padded
+from phylon.data.buckets import LengthLoader, PaddedLoader, examples_digest, padded
 from phylon.data.labelled import Records
 from phylon.data.split import split_records
 from phylon.data.table import value_of
@@ -31,6 +31,7 @@ class Listed:
     def __init__(self, examples: Sequence[Arrays]) -> None:
         self.examples = examples
         self.fingerprint = examples_digest(examples)
+        self.lengths = [length_of(example) for example in examples]
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -73,11 +74,26 @@ def parts(material: Material) -> Iterator[tuple[str, Records]]:
             yield which, source  # type: ignore[misc]
 
 
+def length_of(example: Arrays) -> int:
+    """How many tokens are read."""
+    return len(example["tokens"])
+
+
 def row_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arrays] | None) -> Feed:
-    """Batches of ``run.batch_size`` rows, padded to the longest; the held-out examples in order."""
+    """Batches of ``run.batch_size`` rows of about one length, padded to the longest; the held-out ones by length."""
     run = material.recipe.run
-    loader = PaddedLoader(Listed(training), run.batch_size, run.seed)
     material.say(f"{len(training):,} training and {len(held or ()):,} held-out examples")
+    loader = LengthLoader(Listed(training), run.batch_size, run.seed)
+    if held is None:
+        return Feed(loader)
+    return Feed(loader, padded_batches(sorted(spread(held, run.eval_rows), key=length_of)))
+
+
+def shuffled_feed(material: Material, training: Sequence[Arrays], held: Sequence[Arrays] | None) -> Feed:
+    """As ``row_feed``, of any lengths together and in order: for losses that compare the rows of a batch."""
+    run = material.recipe.run
+    material.say(f"{len(training):,} training and {len(held or ()):,} held-out examples")
+    loader = PaddedLoader(Listed(training), run.batch_size, run.seed)
     return Feed(loader, None if held is None else padded_batches(spread(held, run.eval_rows)))
 
 

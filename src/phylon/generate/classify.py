@@ -1,0 +1,68 @@
+"""Classes of texts, by the names that the model has been taught."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+
+from phylon.generate.encode import batches, check_lengths, padded, shortened
+from phylon.model import Model
+from phylon.spec.base import Head
+from phylon.spec.errors import UserError, check_size
+
+
+class Classified(TypedDict):
+    """The likeliest class of a text, and the probability of each by name; ready for JSON."""
+
+    text: str
+    label: str
+    probabilities: dict[str, float]
+
+
+def classifier(model: Model) -> str | None:
+    """The head that gives a text classes, if the model has one; beside a language model it is there for training."""
+    if any(hasattr(head, "vocab_size") for head in model.spec.heads.values()):
+        return None
+    return next((name for name, head in model.spec.heads.items() if _says_classes(head)), None)
+
+
+@torch.inference_mode()
+def classify(
+    model: Model, texts: Sequence[str], *, max_tokens: int | None = None, batch_tokens: int = 4096
+) -> list[Classified]:
+    """The class of each text, in order. Classes without names (``model.labels``) are called by their numbers.
+
+    ``max_tokens`` shortens a text as ``encode`` does; without it a text longer than the model's positions is refused.
+
+    Raises:
+        UserError: no head with classes of texts, no tokenizer, an empty text, a text that is too long.
+    """
+    if isinstance(texts, str):
+        raise UserError("classify takes a list of texts; write classify(model, [text])")
+    head = classifier(model)
+    if head is None:
+        have = ", ".join(model.spec.heads) or "none"
+        raise UserError(f"this model has no head that gives a text classes (its heads: {have}); train text_classes")
+    if model.tokenizer is None:
+        raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
+    check_size("batch_tokens", batch_tokens)
+    n_classes: int = model.spec.heads[head].n_classes  # type: ignore[attr-defined]
+    names = model.labels.get(head, tuple(map(str, range(n_classes))))
+    rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    check_lengths(rows, model.spec.max_seq_len)
+    shares = torch.empty(len(rows), n_classes)
+    for chosen in batches([len(ids) for ids in rows], batch_tokens):
+        tokens, segments = padded([rows[i] for i in chosen], model.device)
+        shares[chosen] = model(tokens, segments=segments).heads[head].float().softmax(-1).cpu()
+    found = []
+    for text, row in zip(texts, shares.tolist(), strict=True):
+        likeliest = max(range(n_classes), key=row.__getitem__)
+        shares_by_name: dict[str, float] = {}
+        for name, share in zip(names, row, strict=True):  # two classes may have one name (ImageNet's two cranes)
+            shares_by_name[name] = shares_by_name.get(name, 0.0) + share
+        found.append(Classified(text=text, label=names[likeliest], probabilities=shares_by_name))
+    return found
+
+
+def _says_classes(head: Head) -> bool:
+    return head.per_document and getattr(head, "n_classes", 0) > 1

@@ -1,0 +1,60 @@
+"""What `phylon train` says at its end, by the kind of model, and the names of classes that it saves."""
+
+import json
+
+import pytest
+from objective_toys import TINY
+
+from phylon.cli.main import main
+from phylon.hub import load, save
+
+KINDS = {
+    "image_classes": (0, "try: phylon show"),
+    "text_classes": (1, "try: phylon score"),
+    "word_classes": (0, "try: phylon encode"),
+    "masked_language": (0, "try: phylon encode"),
+    "translation": (0, "try: phylon generate"),
+    "next_token": (0, "try: phylon generate"),
+}
+
+
+def trained(kind, number, folder):
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        "schema = 1\n" + TINY[kind][number] + "\n[run]\nsteps = 1\nbatch_size = 2\nthreads = 1\n", "utf-8"
+    )
+    assert main(["train", str(recipe), "--out", str(folder / "run"), "--device", "cpu"]) == 0
+    return folder / "run" / "model"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_closing_hint_fits_the_model_and_works(kind, tmp_path, capfd):
+    number, begin = KINDS[kind]
+    model = trained(kind, number, tmp_path)
+    said = capfd.readouterr().err
+    assert "no samples" not in said
+    hint = next(line for line in said.splitlines() if line.startswith("try: "))
+    assert hint.startswith(f"{begin} {model}")
+    words = hint.removeprefix("try: phylon ").replace("'", "").split(" --")[0].split()
+    more = [] if kind == "image_classes" else ["--text" if words[0] != "generate" else "--prompt", "the cat"]
+    assert main([*words, *more, *(["--max-new-tokens", "3"] if words[0] == "generate" else [])]) == 0
+
+
+def test_names_of_classes_are_saved_and_shown(tmp_path, capfd):
+    folder = trained("text_classes", 1, tmp_path)
+    model = load(folder, device="cpu")
+    assert model.labels == {"class": ("x", "y", "z")}
+    hf = save(model, tmp_path / "hf", format="hf")
+    assert json.loads((hf / "config.json").read_text("utf-8"))["id2label"] == {"0": "x", "1": "y", "2": "z"}
+    capfd.readouterr()
+    assert main(["show", str(folder)]) == 0
+    assert "0 x, 1 y, 2 z" in capfd.readouterr().out
+    assert main(["score", str(folder), "--text", "the cat", "--text", "a tree grows", "--json", "--device", "cpu"]) == 0
+    found = json.loads(capfd.readouterr().out)["classes"]
+    assert [row["text"] for row in found] == ["the cat", "a tree grows"]
+    for row in found:
+        assert row["probabilities"].keys() == {"x", "y", "z"}
+        assert sum(row["probabilities"].values()) == pytest.approx(1.0, abs=1e-5)
+        assert row["label"] == max(row["probabilities"], key=row["probabilities"].get)
+    assert main(["score", str(folder), "--text", "the cat"]) == 0
+    assert capfd.readouterr().out.split()[:3] == ["class", "probability", "text"]
