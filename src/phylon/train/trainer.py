@@ -42,8 +42,9 @@ class Trainer(Session):
     """
 
     def check(self) -> None:
-        """Find what would end the run only later: the metric of ``run.best``, by measuring two held-out examples."""
+        """Find what would end the run only later: held-out data that cannot be read, a metric that is not measured."""
         run = self.recipe.run
+        self._held_out()
         check_average(run)
         warmup = self.recipe.schedule.warmup
         if self.budget is None and self.recipe.schedule.total is None and warmup >= run.steps:
@@ -58,6 +59,7 @@ class Trainer(Session):
     def run(self) -> RunState:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
+        self._held_out()  # read now, so that saving depends on no data
         self._base, self._start = state.seconds, time.perf_counter()
         # The kernels of this run: one that is made while it goes would move its bits.
         native.limit(native.names())
