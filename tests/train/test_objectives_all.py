@@ -61,7 +61,7 @@ def test_two_examples_say_every_metric_that_all_do(tmp_path, kind, number, monke
     def measured(name, metrics):
         seen.append(set(metrics))
 
-    monkeypatch.setattr("phylon.train.trainer.check_metric", measured)
+    monkeypatch.setattr("phylon.train.looks.check_metric", measured)
     recipe = tiny(kind, number)
     result = train(
         recipe.replace(run=recipe.run.replace(steps=1, average=None, best="loss")), out=tmp_path, device="cpu"

@@ -15,7 +15,7 @@ def hash_of(batches: Iterable[Batch]) -> str:
         for name in sorted(batch):
             tensor = batch[name].contiguous()
             found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-            found = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy(), found)
+            found = zlib.crc32(memoryview(tensor.view(-1).view(torch.uint8).numpy()), found)  # pyrefly: ignore[bad-argument-type]
     return f"{found:08x}"
 
 
