@@ -1,6 +1,5 @@
 """What is looked at while a model trains: evaluations, samples, the weights that are kept; no bit changes by it."""
 
-import time
 from collections.abc import Iterable
 
 import torch
@@ -60,7 +59,7 @@ class Looks(Session):
         """What the objective measures on the held-out examples; the mean of the weights, if there is one, as well."""
         if self.held_out is None:
             return
-        started = time.perf_counter()
+        started = self._elapsed()
         found = self._measure()
         record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
         if self.recipe.run.best is not None and self.state.step:  # there is no checkpoint of step 0
@@ -103,7 +102,7 @@ class Looks(Session):
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
         if self.sample is None or not (self.world.first or self.parallel.kind == "fsdp"):
             return
-        started = time.perf_counter()
+        started = self._elapsed()
         self._last["samples"] = self.state.step
         model = self.whole_model()
         if not self.world.first:
@@ -130,4 +129,4 @@ class Looks(Session):
     def _took(self, act: str, started: float) -> None:
         """Tell the time budget what has just been done, since the end of the run needs it once more."""
         if self.budget is not None:
-            self.budget.took(act, time.perf_counter() - started)
+            self.budget.took(act, self._elapsed() - started)
