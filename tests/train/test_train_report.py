@@ -149,7 +149,16 @@ def test_a_loss_that_is_not_finite_is_said_in_the_report():
     from phylon.train.report import report_page
 
     records = [
-        {"kind": "step", "step": 0, "loss": None, "lr": 1.0, "tokens": 4, "tokens_per_s": 1.0, "seconds": 1.0},
+        {
+            "kind": "step",
+            "step": 0,
+            "loss": None,
+            "lr": 1.0,
+            "grad_norm": None,
+            "tokens": 4,
+            "tokens_per_s": 1.0,
+            "seconds": 1.0,
+        },
         {"kind": "eval", "step": 1, "loss": None, "ema_loss": None, "metrics": {"perplexity": None}, "tokens": 4},
         {"kind": "kept", "step": 1, "what": "the model is that of step 1", "loss": None},
     ]
