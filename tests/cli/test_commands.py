@@ -138,6 +138,20 @@ def test_list_as_json(run: Callable) -> None:
     assert set(reference["calls"].values()) == {None}
 
 
+def test_every_recipe_is_listed_with_its_objective(run: Callable) -> None:
+    from phylon.train.recipe import builtin_recipes
+
+    rows = json.loads(run("list", "recipes", "--json").out)["recipes"]
+    assert [row["name"] for row in rows] == builtin_recipes()
+    objectives = {row["name"]: row["objective"] for row in rows}
+    assert objectives["translation"] == "translation"
+    assert objectives["demo"] == "next_token"
+    assert all(10 < len(row["about"]) < 120 for row in rows), "one line each"
+    page = run("list", "recipes").out
+    assert all(name in page for name in builtin_recipes())
+    assert "phylon list recipes" in run("train", "--help").out
+
+
 @pytest.mark.parametrize("what", ["families", "presets", "mechanisms", "backends"])
 def test_lists_fit_a_terminal(run: Callable, what: str) -> None:
     lines = run("list", what).out.splitlines()

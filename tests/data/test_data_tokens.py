@@ -98,6 +98,7 @@ def test_a_tokenizer_without_a_fingerprint_is_told_apart_by_its_ids(tmp_path):
     ("name", "contents"),
     [
         ("tokens.bin", b"\0\0"),
+        ("tokens.bin", b"\0" * 18),  # of the right length
         ("boundaries.npy", b""),
         ("boundaries.npy", b"no array"),
         ("manifest.json", b"{"),

@@ -52,6 +52,23 @@ def test_twenty_steps_are_ten_and_ten_bit_for_bit(tmp_path, kind, number):
     assert whole.held_out_loss == parts.held_out_loss is not None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "number"), ALL)
+def test_two_examples_say_every_metric_that_all_do(tmp_path, kind, number, monkeypatch):
+    """What ``run.best`` is checked by before the first step."""
+    seen = []
+
+    def measured(name, metrics):
+        seen.append(set(metrics))
+
+    monkeypatch.setattr("phylon.train.looks.check_metric", measured)
+    recipe = tiny(kind, number)
+    result = train(
+        recipe.replace(run=recipe.run.replace(steps=1, average=None, best="loss")), out=tmp_path, device="cpu"
+    )
+    assert seen == [{"loss", *result.metrics}]
+
+
 @pytest.mark.parametrize(("kind", "number"), ALL)
 def test_the_number_of_parts_does_not_change_the_gradient(tmp_path, kind, number):
     """Case 24 for every term: sums over the parts, each divided by its count in the whole batch."""

@@ -10,7 +10,8 @@ from train_toys import ToyLoader, toy_model, toy_recipe
 
 import phylon.train.checkpoint as module
 from phylon.spec import UserError
-from phylon.train import AdamW, Callback, Trainer, latest_checkpoint, read_metrics
+from phylon.train import Adafactor, AdamW, Callback, Muon, Trainer, latest_checkpoint, read_metrics
+from phylon.train.average import average_checkpoints
 from phylon.train.checkpoint import checkpoints, load_checkpoint, model_tensors
 
 
@@ -75,14 +76,114 @@ def test_a_full_disk_is_one_line_and_the_last_good_checkpoint_stays(tmp_path, mo
     load_checkpoint(latest_checkpoint(folder))
 
 
-@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "optimizer.safetensors", "random.safetensors"])
-def test_a_damaged_file_is_named(tmp_path, file):
+FILES = ["state.json", *(f"{part}.safetensors" for part in ("model", "optimizer", "random", "ema"))]
+
+
+def flip(path, where=0.5):
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * where)] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, cut_short, lambda path: path.unlink()], ids=["flip", "cut", "remove"])
+def test_every_damaged_file_is_named_with_the_older_whole_checkpoint(tmp_path, damage):
+    trainer_in(tmp_path, save_every=1, keep=3, ema=0.9).run()
+    older, damaged, newest = checkpoints(tmp_path / "checkpoints")[-3:]
+    assert sorted(path.name for path in newest.iterdir()) == sorted(FILES)
+    for file in FILES:
+        kept = (newest / file).read_bytes()
+        damage(newest / file)
+        with pytest.raises(UserError) as caught:
+            load_checkpoint(newest)
+        (newest / file).write_bytes(kept)
+        assert str(newest / file) in str(caught.value) or (file == "state.json" and str(newest) in str(caught.value))
+        assert f"remove {newest}, and --resume goes on from {damaged}, which is whole" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    flip(newest / "model.safetensors")
+    flip(damaged / "optimizer.safetensors")
+    with pytest.raises(UserError, match=f"remove {newest} and {damaged}, and --resume goes on from {older}, which"):
+        load_checkpoint(newest)
+    flip(older / "random.safetensors")
+    with pytest.raises(UserError, match="no older checkpoint is whole: --fresh begins again"):
+        load_checkpoint(newest)
+
+
+def test_every_bit_of_the_state_counts(tmp_path):
     trainer_in(tmp_path).run()
     folder = latest_checkpoint(tmp_path / "checkpoints")
-    content = (folder / file).read_bytes()
-    (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=file):
-        trainer_in(tmp_path).resume(folder)
+    load_checkpoint(folder)
+    content = (folder / "state.json").read_bytes()
+    for where in range(0, len(content), len(content) // 60):
+        (folder / "state.json").write_bytes(content[:where] + bytes([content[where] ^ 1]) + content[where + 1 :])
+        with pytest.raises(UserError, match=r"state\.json is damaged|has the format"):
+            load_checkpoint(folder)
+
+
+def test_a_mean_of_checkpoints_reads_none_that_is_damaged(tmp_path):
+    trainer_in(tmp_path, save_every=2).run()
+    folder = tmp_path / "checkpoints"
+    flip(checkpoints(folder)[0] / "model.safetensors")
+    with pytest.raises(UserError, match=r"step-00000002/model.safetensors is damaged"):
+        average_checkpoints(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": 8}, "run.batch_size was 4 and is now 8"),
+        ({"seed": 6}, "run.seed was 5 and is now 6"),
+        ({"optim": Adafactor()}, "optim.kind was adamw and is now adafactor"),
+    ],
+)
+def test_what_nothing_can_change_on_the_way_is_not_offered(tmp_path, changes, words):
+    trainer_in(tmp_path).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    for allow in (False, True):
+        trainer = Trainer(toy_model(), ToyLoader(), toy_recipe(**{"steps": 4, **changes}), tmp_path)
+        with pytest.raises(UserError) as caught:
+            trainer.resume(folder, allow_changes=allow)
+        assert words in str(caught.value)
+        assert "a run cannot change that on its way, and --allow-changes neither" in str(caught.value)
+
+
+@pytest.mark.parametrize("optim", [Adafactor(), pytest.param(Muon(), marks=pytest.mark.slow), AdamW()])
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_put_back(tmp_path, optim):
+    trainer_in(tmp_path).run()
+    found = load_checkpoint(latest_checkpoint(tmp_path / "checkpoints"))
+    trainer = Trainer(toy_model(), ToyLoader(), toy_recipe(steps=4, optim=optim), tmp_path / "other")
+    before = {name: value.clone() for name, value in trainer.optimizer.state_tensors().items()}
+    tensors = found.optimizer | {"ghost.decoder": torch.zeros(1)}
+    for refuse in (trainer.optimizer.check_state_tensors, trainer.optimizer.load_state_tensors):
+        with pytest.raises(UserError, match="optimizer state"):
+            refuse(tensors)
+    after = trainer.optimizer.state_tensors()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def held_out(seed):
+    return lambda: [ToyLoader(seed=seed).batch(0)]
+
+
+def test_other_held_out_data_are_refused_or_named(tmp_path):
+    def trainer(seed, messages=None, **run):
+        callbacks = [] if messages is None else [messages]
+        recipe = toy_recipe(**{"steps": 4, **run})
+        return Trainer(toy_model(), ToyLoader(), recipe, tmp_path, callbacks, held_out=held_out(seed))
+
+    trainer(9).run()
+    folder = latest_checkpoint(tmp_path / "checkpoints")
+    trainer(9).resume(folder)
+    with pytest.raises(UserError, match="the held-out data are not those of this run"):
+        trainer(8).resume(folder)
+    trainer(8, eval_rows=2).resume(folder)  # how many rows are measured may change, and is another hash
+    messages = Messages()
+    trainer(8, messages).resume(folder, allow_changes=True)
+    assert any("the held-out data have changed" in message for message in messages.all)
 
 
 def test_a_changed_recipe_is_refused_with_its_differences_unless_allowed(tmp_path):
@@ -102,9 +203,9 @@ def test_a_changed_recipe_is_refused_with_its_differences_unless_allowed(tmp_pat
 def test_a_changed_machine_is_named_and_goes_on(tmp_path):
     trainer_in(tmp_path, save_every=2).run()
     folder = latest_checkpoint(tmp_path / "checkpoints")
-    state = json.loads((folder / "state.json").read_text())
-    state["environment"] |= {"torch": "1.0", "compiled": "blocks", "processes": "4", "native kernels": "ghost"}
-    (folder / "state.json").write_text(json.dumps(state))
+    manifest = module.read_manifest(folder)
+    manifest.environment |= {"torch": "1.0", "compiled": "blocks", "processes": "4", "native kernels": "ghost"}
+    (folder / "state.json").write_bytes(module._sealed(manifest))
     messages = Messages()
     trainer = trainer_in(tmp_path, messages=messages)
     trainer.resume(folder)

@@ -132,6 +132,11 @@ def test_impossible_settings_are_refused(bad):
         AdamW(**bad)
 
 
+def test_a_setting_is_refused_alone():
+    with pytest.raises(UserError, match=r"^weight_decay must be at least 0, got -1\.0$"):
+        AdamW(weight_decay=-1.0)
+
+
 def test_a_frozen_model_is_refused():
     with pytest.raises(UserError, match="unfreeze"):
         optimizer_of([("w", nn.Parameter(torch.zeros(1), requires_grad=False))])

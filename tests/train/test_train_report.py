@@ -143,3 +143,24 @@ def test_the_report_of_a_skipping_run_names_the_tensor(tmp_path):
     page = write_report(tmp_path, trainer.recipe, trainer.model, trainer.environment).read_text("utf-8")
     assert "skipped" in page
     assert "decoder.norm_final" in page
+
+
+def test_a_loss_that_is_not_finite_is_said_in_the_report():
+    from phylon.train.report import report_page
+
+    records = [
+        {
+            "kind": "step",
+            "step": 0,
+            "loss": None,
+            "lr": 1.0,
+            "grad_norm": None,
+            "tokens": 4,
+            "tokens_per_s": 1.0,
+            "seconds": 1.0,
+        },
+        {"kind": "eval", "step": 1, "loss": None, "ema_loss": None, "metrics": {"perplexity": None}, "tokens": 4},
+        {"kind": "kept", "step": 1, "what": "the model is that of step 1", "loss": None},
+    ]
+    page = report_page("run", records, toy_recipe(), toy_model(), {})
+    assert page.count("not finite") == 3

@@ -190,13 +190,72 @@ def test_fresh_removes_only_what_a_run_wrote_and_only_for_a_good_recipe(tmp_path
     short = {"run.steps": 1}
     train(recipe, out=out, overrides=short, device="cpu")
     before = sorted(out.rglob("*"))
-    with pytest.raises(UserError, match="lama"):
-        train(recipe, out=out, overrides={"model.family": "lama"}, fresh=True, device="cpu")
-    assert sorted(out.rglob("*")) == before
+    for wrong in ({"model.family": "lama"}, {"model.vocab_size": 3}, {"run.best": "acuracy"}, {"run.average": 9}):
+        with pytest.raises(UserError):
+            train(recipe, out=out, overrides=short | wrong, fresh=True, device="cpu")
+        assert sorted(out.rglob("*")) == before, "what was there stays until nothing is wrong with the new run"
     train(recipe, out=out, overrides=short, fresh=True, device="cpu")
     clear(out)
     assert [p.name for p in out.rglob("*")] == ["data", "mine.txt"]
     assert (out / "data" / "mine.txt").read_text() == "precious"
+
+
+def test_a_new_run_that_cannot_begin_leaves_nothing(tmp_path):
+    for wrong in ({"run.best": "acuracy"}, {"run.average": 9}):
+        with pytest.raises(UserError):
+            train(recipe_from_toml(SMALL), out=tmp_path / "run", overrides=wrong, device="cpu")
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
+    class Second(Callback):
+        refused = 0
+
+        def record(self, record, run):
+            if record["kind"] == "step" and record["step"] == 1:
+                for options in ({"resume": True}, {"fresh": True}):
+                    with pytest.raises(UserError, match="another process is training in"):
+                        train(recipe_from_toml(SMALL), out=tmp_path, device="cpu", **options)
+                    Second.refused += 1
+
+    short = {"run.steps": 3, "run.save_every": 1}
+    result = train(recipe_from_toml(SMALL), out=tmp_path, overrides=short, callbacks=[Second()], device="cpu")
+    assert (Second.refused, result.steps) == (2, 3)
+    assert train(recipe_from_toml(SMALL), out=tmp_path, overrides=short, resume=True, device="cpu").steps == 3
+
+
+def test_what_a_resumption_cannot_change_is_refused_before_any_work(tmp_path, monkeypatch):
+    recipe, short = recipe_from_toml(SMALL), {"run.steps": 2}
+    train(recipe, out=tmp_path, overrides=short, device="cpu")
+
+    def worked(*_args, **_options):
+        raise AssertionError("read the data of a run that cannot go on")
+
+    monkeypatch.setattr("phylon.train.run.prepare", worked)
+    for changes, allow, words in (
+        ({"data.seq_len": 8}, True, "--allow-changes neither"),
+        ({"run.batch_size": 3}, True, "--allow-changes neither"),
+        ({"optim.lr": 0.5}, False, "or with --allow-changes"),
+    ):
+        with pytest.raises(UserError, match=words):
+            train(recipe, out=tmp_path, overrides=short | changes, resume=True, allow_changes=allow, device="cpu")
+
+
+def test_data_that_were_moved_or_touched_are_the_same_and_changed_files_are_named(tmp_path):
+    for name in ("a", "b", "c"):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"the cat {name} sat on the mat. " * 20)
+    short = {"run.steps": 2, "data.held_out": 0.0, "data.source": str(tmp_path / "texts")}
+    recipe, out = recipe_from_toml(SMALL), tmp_path / "run"
+    train(recipe, out=out, overrides=short, device="cpu")
+    os.utime(tmp_path / "texts" / "a.txt", (1, 1))
+    assert train(recipe, out=out, overrides=short, resume=True, device="cpu").steps == 2
+    (tmp_path / "texts" / "b.txt").write_text("the mat b sat on the cat. " * 20)
+    (tmp_path / "texts" / "c.txt").rename(tmp_path / "texts" / "d.txt")
+    with pytest.raises(
+        UserError, match=r"the data position cannot be resumed.*changed: 'b.txt'; new: 'd.txt'; gone: 'c"
+    ):
+        train(recipe, out=out, overrides=short, resume=True, device="cpu")
 
 
 def test_a_recipe_in_the_runs_own_folder_is_kept(tmp_path):

@@ -2,6 +2,7 @@
 
 import mmap
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import BinaryIO
 import torch
 
 from phylon.spec.errors import UserError, system_reason
+
+PIECE = 1 << 20  # bytes read at once where a file is walked through
 
 
 def quoted(name: str) -> str:
@@ -48,6 +51,15 @@ class MappedFile:
         if offset % dtype.itemsize:
             raw = raw.clone()
         return raw.view(dtype).view(shape)
+
+
+def checksum(path: Path) -> str:
+    """The CRC-32 of a file's content, 8 hexadecimal digits. Raises OSError where it cannot be read."""
+    found = 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE):
+            found = zlib.crc32(piece, found)
+    return f"{found:08x}"
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """The rows of ``phylon list``, and how they read."""
 
 import importlib
+import itertools
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,6 +66,19 @@ def backends() -> Rows:
     return matrix()
 
 
+def recipes() -> Rows:
+    """Every recipe that comes with the library: its objective, and the first sentence of its file."""
+    from phylon.train.recipe import builtin_recipes, load_recipe, recipe_text
+
+    found = []
+    for name in builtin_recipes():
+        words = (line[1:].strip() for line in itertools.takewhile(lambda x: x.startswith("#"), recipe_text(name)))
+        about = re.split(r"\. |\.$|: ", " ".join(words), maxsplit=1)[0]
+        objective = registry.entry_of(load_recipe(name).objective).kind
+        found.append({"name": name, "objective": objective, "about": about})
+    return found
+
+
 def slot_name(entry: Entry) -> str:
     """``"mixer"``, ``"norm"``, …"""
     from phylon.spec.base import snake_case
@@ -125,6 +140,11 @@ def backends_page(rows: Rows) -> str:
         lines += [f"  {call:<{width}}{'yes' if why is None else why}" for call, why in row["calls"].items()]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
+
+
+def recipes_page(rows: Rows) -> str:
+    page = columns(("recipe", "objective", "what it does"), ((r["name"], r["objective"], r["about"]) for r in rows))
+    return f"{page}\n\nEach of them: phylon train RECIPE --out DIR"
 
 
 def columns(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:

@@ -1,4 +1,4 @@
-"""``phylon list``: what is registered."""
+"""``phylon list``: what is registered, and the recipes."""
 
 from typing import Annotated, Literal
 
@@ -8,10 +8,12 @@ from phylon.cli.common import Json, print_json
 
 
 def list_(
-    what: Annotated[Literal["families", "presets", "mechanisms", "backends"], typer.Argument(help="Which list.")],
+    what: Annotated[
+        Literal["families", "presets", "mechanisms", "backends", "recipes"], typer.Argument(help="Which list.")
+    ],
     as_json: Json = False,
 ) -> None:
-    """List families, presets, mechanisms or kernel backends."""
+    """List families, presets, mechanisms, kernel backends or training recipes."""
     from phylon.cli import catalogue
 
     rows = getattr(catalogue, what)()

@@ -16,7 +16,7 @@ def train(
         str | None,
         typer.Argument(
             metavar="RECIPE",
-            help="A TOML file, or demo, tinygpt, lora, finetune.",
+            help="A TOML file, or one of 'phylon list recipes'.",
             show_default="finetune with --from",
         ),
     ] = None,
@@ -57,7 +57,7 @@ def train(
     from phylon.train import train as run
 
     if recipe is None and start is None:
-        raise UserError("name a recipe (demo, tinygpt or a TOML file), or a model to go on from with --from")
+        raise UserError("name a recipe ('phylon list recipes', or a TOML file), or a model to go on from with --from")
     overrides = ({} if start is None else {"model.from": start}) | dict(map(parse_assignment, assignments or []))
     check()
     if only_estimate:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from phylon.data.documents import Record, digest, file_stamps
+from phylon.data.documents import Record, digest, file_sums
 from phylon.data.lines import checked, read_lines
 from phylon.data.passed import Empty, Policies, usable
 from phylon.spec.errors import UserError
@@ -30,7 +30,10 @@ class Aligned(Policies, frozen=True, kw_only=True):
             raise UserError(f"'{self.source}' holds no text")
 
     def fingerprint(self) -> str:
-        return digest("aligned", self.empty, self.unreadable, file_stamps([Path(self.source), Path(self.target)]))
+        return digest("aligned", self.empty, self.unreadable, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in (Path(self.source), Path(self.target))]
 
     def _lines(self) -> Iterator[tuple[int, str, str]]:
         """The number of a line and what both files hold there, where it is not empty in both."""

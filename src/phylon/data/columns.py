@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from phylon.data.documents import Document, Record, digest, file_stamps, missing
+from phylon.data.documents import Document, Record, digest, file_sums, missing
 from phylon.data.passed import Policies, Policy, passed_over, usable
 from phylon.data.weighed import document_of
 from phylon.spec.errors import UserError, did_you_mean
@@ -59,7 +59,11 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
-        return digest("parquet", self._what, file_stamps(self._files()))
+        return digest("parquet", self._what, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        root = Path(self.path).expanduser()
+        return [(path.relative_to(root).as_posix() if root.is_dir() else path.name, path) for path in self._files()]
 
     def _files(self) -> list[Path]:
         root = Path(self.path).expanduser()
@@ -91,8 +95,11 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
         yield from usable(self, range(len(rows)), record)
 
     def fingerprint(self) -> str:
-        files = sorted(path for path in Path(self.path).expanduser().rglob("*") if path.is_file())
-        return digest("hf_dataset", self._what, self.split, file_stamps(files))
+        return digest("hf_dataset", self._what, self.split, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        root = Path(self.path).expanduser()
+        return [(path.relative_to(root).as_posix(), path) for path in sorted(root.rglob("*")) if path.is_file()]
 
     def _open(self) -> Any:
         try:

@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from phylon.data.documents import DataSource, Document, digest, file_stamps
+from phylon.data.documents import DataSource, Document, digest, file_sums
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -39,8 +39,11 @@ class PythonCorpus(Mechanism, DataSource, frozen=True, kw_only=True, tag="python
             yield document
 
     def fingerprint(self) -> str:
-        files = _source_files()
-        return digest("python", self.max_bytes, file_stamps(path for path, _ in files) if files else _topics())
+        files = self.files()
+        return digest("python", self.max_bytes, file_sums(files) if files else _topics())
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(name, path) for path, name in _source_files()]
 
 
 def _all_documents() -> Iterator[Document]:

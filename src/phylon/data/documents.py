@@ -4,9 +4,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from phylon.checkpoint.files import checksum
 from phylon.spec.base import Slot
 from phylon.spec.errors import UserError, did_you_mean
 
@@ -61,6 +63,10 @@ class DataSource(Slot):
         """Records of several fields; plain texts have the one field ``text``."""
         return (Record({"text": document.text}, document.name) for document in self.documents())
 
+    def files(self) -> list[tuple[str, Path]]:
+        """The files it reads and their names, which are the same wherever the files lie."""
+        return []
+
     def fingerprint(self) -> str:
         raise NotImplementedError
 
@@ -82,17 +88,24 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def file_stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Absolute path, bytes and modification time (ns) of each file: what a fingerprint holds in place of the contents,
-    which would have to be read whole at every start."""
-    stamps = []
-    for path in paths:
+def file_sums(files: Iterable[tuple[str, Path]]) -> list[tuple[str, int, str]]:
+    """Name, bytes and checksum of the content of each file: a fingerprint that neither a touch nor a move changes.
+
+    The files are read whole, once in a process, which is far below what it takes to decode or to tokenise them.
+    """
+    sums = []
+    for name, path in files:
         try:
             status = path.stat()
+            sums.append((name, status.st_size, _content(str(path.resolve()), status.st_size, status.st_mtime_ns)))
         except OSError as error:
             raise UserError(f"cannot read '{path}': {error.strerror}") from error
-        stamps.append((str(path.resolve()), status.st_size, status.st_mtime_ns))
-    return stamps
+    return sums
+
+
+@lru_cache(maxsize=1 << 18)
+def _content(path: str, _size: int, _modified: int) -> str:
+    return checksum(Path(path))
 
 
 def read_utf8(path: Path) -> str:

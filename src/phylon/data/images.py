@@ -6,12 +6,13 @@ import os
 import zipfile
 import zlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from phylon.data.documents import digest, file_stamps
+from phylon.data.documents import digest, file_sums
 from phylon.data.labelled import class_number
 from phylon.data.passed import Empty, Policies, usable
 from phylon.spec.errors import UserError, system_reason
@@ -33,7 +34,15 @@ class Images:
 
     labels: np.ndarray
     classes: tuple[str, ...]
-    fingerprint: str
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all."""
+        raise NotImplementedError
+
+    def files(self) -> list[tuple[str, Path]]:
+        """The files they are read from, by name."""
+        return []
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -77,11 +86,13 @@ class ImageFolder(Policies, frozen=True, kw_only=True):
         if not classes or missing:
             what = f"the folder '{missing[0]}' of it has none" if missing else "it has no folders"
             raise UserError(f"'{root}' must hold a folder of images ({', '.join(SUFFIXES)}) for each class; {what}")
-        stamps = digest(self.empty, self.unreadable, file_stamps(path for path, _ in files))
-        return _FolderImages(stamps, files, tuple(classes), root, self.channels)
+        return _FolderImages((self.empty, self.unreadable), files, tuple(classes), root, self.channels)
 
     def fingerprint(self) -> str:
         return self.open().fingerprint
+
+    def files(self) -> list[tuple[str, Path]]:
+        return self.open().files()
 
 
 class ImageArrays(Policies, frozen=True, kw_only=True):
@@ -120,18 +131,33 @@ class ImageArrays(Policies, frozen=True, kw_only=True):
         return _ArrayImages(pixels, kept, labels.astype(np.int64), names, self.fingerprint())
 
     def fingerprint(self) -> str:
-        stamps = file_stamps([Path(self.images), Path(self.labels)])
-        return digest("arrays", self.classes, self.unreadable, stamps)
+        return digest("arrays", self.classes, self.unreadable, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(path.name, path) for path in (Path(self.images), Path(self.labels))]
 
 
 class _FolderImages(Images):
     def __init__(
-        self, stamps: str, files: Sequence[tuple[Path, int]], classes: tuple[str, ...], root: Path, channels: int
+        self,
+        policies: tuple[str, ...],
+        files: Sequence[tuple[Path, int]],
+        classes: tuple[str, ...],
+        root: Path,
+        channels: int,
     ) -> None:
         self._files, self._root, self._mode = [path for path, _ in files], root, "L" if channels == 1 else "RGB"
         self.labels = np.array([number for _, number in files])
         self.classes = classes
-        self.fingerprint = digest("folder", classes, channels, stamps)
+        self._channels, self._policies = channels, policies
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the content of all, which are read whole for it."""
+        return digest("folder", self.classes, self._channels, self._policies, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(self.name(index), path) for index, path in enumerate(self._files)]
 
     def pixels(self, index: int) -> np.ndarray:
         path, pillow = self._files[index], _pillow()
@@ -151,7 +177,11 @@ class _ArrayImages(Images):
         self, pixels: np.ndarray, kept: np.ndarray, labels: np.ndarray, classes: tuple[str, ...], fingerprint: str
     ) -> None:
         self._pixels, self._kept, self.labels = pixels, kept, labels
-        self.classes, self.fingerprint = classes, fingerprint
+        self.classes, self._fingerprint = classes, fingerprint
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
 
     def pixels(self, index: int) -> np.ndarray:
         return self._pixels[self._kept[index]]

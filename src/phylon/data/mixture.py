@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -73,6 +74,9 @@ class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
         parts = [(t.name, t.input, t.target, t.prefix, t.source.fingerprint()) for t in self.tasks]
         return digest("mixture", parts)
 
+    def files(self) -> list[tuple[str, Path]]:
+        return [(f"{task.name}/{name}", path) for task in self.tasks for name, path in task.source.files()]
+
 
 class PythonFunctions(Mechanism, DataSource, frozen=True, kw_only=True, tag="python_functions"):
     """The functions of the standard library that say what they do: ``code`` (without the docstring), ``doc``, ``name``.
@@ -97,6 +101,9 @@ class PythonFunctions(Mechanism, DataSource, frozen=True, kw_only=True, tag="pyt
 
     def fingerprint(self) -> str:
         return digest("python_functions", PythonCorpus(max_bytes=self.max_bytes).fingerprint())
+
+    def files(self) -> list[tuple[str, Path]]:
+        return PythonCorpus(max_bytes=self.max_bytes).files()
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> dict[str, str] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from phylon.data.columns import Parquet
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import DataSource, Document, digest, file_stamps, missing, read_utf8
+from phylon.data.documents import DataSource, Document, digest, file_sums, missing, read_utf8
 from phylon.data.lines import json_object, read_lines
 from phylon.data.passed import Empty, Policies, Policy, usable
 from phylon.data.weighed import document_of
@@ -63,7 +63,10 @@ class TextFile(Mechanism, DataSource, frozen=True, kw_only=True, tag="file"):
         yield Document(text, path.name)
 
     def fingerprint(self) -> str:
-        return digest("file", file_stamps([Path(self.path)]))
+        return digest("file", file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
 
 class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
@@ -89,14 +92,18 @@ class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
 
     def fingerprint(self) -> str:
         policies = (self.empty, self.unreadable)
-        return digest("folder", self.patterns, policies, file_stamps(path for path, _ in self._files()))
+        return digest("folder", self.patterns, policies, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(name, path) for path, name in self._files()]
 
     def _files(self) -> list[tuple[Path, str]]:
         root = Path(self.path)
         if not root.exists():
             raise missing(root, "no folder")
         if not root.is_dir():
-            raise UserError(f"'{root}' is not a folder")
+            what = "is no folder but a file" if root.exists() else "does not exist; give a folder of text files"
+            raise UserError(f"the data folder '{root}' {what}")
         found, others = [], Counter[str]()
         for folder, folders, names in os.walk(root, onerror=_refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -147,7 +154,10 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
 
     def fingerprint(self) -> str:
         what = (self.field, self.weight, self.empty, self.unreadable)
-        return digest("jsonl", what, file_stamps([Path(self.path)]))
+        return digest("jsonl", what, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
 
 def open_source(name: str | Path) -> DataSource:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from phylon.data.documents import Record, digest, file_stamps
+from phylon.data.documents import Record, digest, file_sums
 from phylon.data.lines import checked, json_object, read_lines
 from phylon.data.passed import Empty, Policies, passed_over, usable
 from phylon.spec.errors import UserError, did_you_mean
@@ -73,7 +73,10 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
 
     def fingerprint(self) -> str:
         what = (self.columns, self.format, self.empty, self.unreadable)
-        return digest("table", what, file_stamps([Path(self.path)]))
+        return digest("table", what, file_sums(self.files()))
+
+    def files(self) -> list[tuple[str, Path]]:
+        return [(Path(self.path).name, Path(self.path))]
 
     def _separated(self) -> Iterator[Record]:
         name, rows = Path(self.path).name, self._cells()

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -15,15 +16,17 @@ from typing import NamedTuple, Protocol
 import msgspec
 import numpy as np
 
+from phylon.checkpoint.files import checksum
 from phylon.data.documents import Document, Source, digest
 from phylon.spec.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 BATCH_CHARACTERS = 1 << 20  # texts handed to the tokenizer at once: enough to keep its threads busy, little to hold
 PIECE_CHARACTERS = 1 << 20  # a longer document is encoded in pieces, so that memory does not grow with it
 LONE_LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 ABANDONED_SECONDS = 86_400  # a temporary folder this old belongs to a killed process
 
+_log = logging.getLogger("phylon.data")
 Progress = Callable[[int, int], None]
 Cut = Callable[[str], Iterable[str]]
 
@@ -118,6 +121,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     n_documents: int = 0
     weighed: bool = False
     fingerprint: str = ""
+    checksums: dict[str, str] = {}
 
     @property
     def key(self) -> str:
@@ -144,9 +148,9 @@ def tokenise(
     ``end`` is the tokenizer's first end id, if it has one, unless given. ``cut`` takes a text to the sentences that are
     encoded each alone, and whose starts are kept as ``pieces``. Documents that give no ids are left out. With a
     ``cache_dir`` the result is kept there in a folder named after the fingerprints of source, tokenizer and options,
-    complete or not at all, and the next call with the same ones maps it; damage to the folder shows in its manifest or
-    sizes, and it is built again. ``None`` keeps it in memory. ``progress`` is called with the documents and tokens so
-    far.
+    complete or not at all, and the next call with the same ones maps it. Its checksums are checked then: a damaged
+    folder is named in the log and built again. ``None`` keeps it in memory. ``progress`` is called with the documents
+    and tokens so far.
 
     A document above a million characters is encoded in pieces, cut after a line end between two characters that are not
     white space: the same ids for tokenizers that never merge over such a place (byte-level BPE); others may differ
@@ -229,6 +233,7 @@ def _write(beside: Path, wanted: Manifest, batches: Iterator["_Encoded"]) -> Non
         n_documents=len(boundaries),
         weighed=weights is not None,
         fingerprint=hashed.hexdigest(),
+        checksums={path.name: checksum(path) for path in sorted(beside.iterdir())},
     )
     with (beside / "manifest.json").open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(done)) + b"\n")
@@ -242,6 +247,10 @@ def _open(folder: Path, wanted: Manifest) -> TokenStore | None:
         found = msgspec.json.decode((folder / "manifest.json").read_bytes(), type=Manifest)
         if found.key != wanted.key:
             return None
+        for name, expected in found.checksums.items():
+            if checksum(folder / name) != expected:
+                _log.warning(f"'{folder / name}' is damaged; the data are tokenised again")
+                return None
         boundaries = np.load(folder / "boundaries.npy", allow_pickle=False)
         pieces = None if wanted.cut is None else np.load(folder / "pieces.npy", allow_pickle=False)
         weights = (

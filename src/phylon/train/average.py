@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phylon.checkpoint import open_safetensors
 from phylon.model import Model
 from phylon.spec.errors import UserError
-from phylon.train.checkpoint import checkpoints, load_model_tensors
+from phylon.train.checkpoint import checkpoints, load_model_tensors, open_part
 
 
 def average_checkpoints(folder: Path, last: int) -> tuple[dict[str, Tensor], list[Path]]:
@@ -25,7 +24,7 @@ def average_checkpoints(folder: Path, last: int) -> tuple[dict[str, Tensor], lis
             f"'{folder}' holds {len(found)} checkpoints, fewer than the {last} to average; "
             "train with run.keep and run.save_every that leave as many"
         )
-    files = [open_safetensors(path / "model.safetensors") for path in found]
+    files = [open_part(path, "model") for path in found]
     averaged: dict[str, Tensor] = {}
     for name in files[-1].tensors:
         if any(name not in file.tensors for file in files):

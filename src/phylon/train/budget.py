@@ -32,6 +32,11 @@ class TimeBudget:
         """The speed is measured from here."""
         self._start = self._mark = (step, elapsed)
 
+    def went_back(self, steps: int) -> None:
+        """The count of steps has gone back by so many; what they took stays in the speed."""
+        (start, since), (mark, then) = self._start, self._mark
+        self._start, self._mark = (start - steps, since), (mark - steps, then)
+
     def plan(self, step: int, elapsed: float) -> tuple[int, int]:
         """Total steps of the run, and the step at which to plan again."""
         speeds = [(elapsed - since) / max(1, step - first) for first, since in (self._start, self._mark)]

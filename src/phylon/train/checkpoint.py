@@ -2,12 +2,15 @@
 
 ``checkpoints/step-00000020/`` (``step-00000020-r1`` after one roll-back) holds ``model.safetensors``,
 ``optimizer.safetensors`` (moments and masters), ``random.safetensors`` (PyTorch's generators), ``ema.safetensors`` (the
-mean of the weights, where one is kept) and ``state.json`` (everything else); ``latest`` names the newest.
+mean of the weights, where one is kept) and ``state.json`` (everything else, the checksums of all files and its own);
+``latest`` names the newest.
 """
 
 import os
+import re
 import shutil
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,18 @@ import torch
 from torch import Tensor
 
 from phylon.checkpoint import open_safetensors, write_safetensors
+from phylon.checkpoint.files import checksum
+from phylon.checkpoint.source import TensorSource
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
 from phylon.train.rng import RandomState
 from phylon.train.scaling import LossScale
 from phylon.train.spikes import SpikeState
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "step-"
+UNSEALED = "00000000"
+_SEAL = re.compile(rb'("seal": ")[0-9a-f]{8}"')
 
 
 class Best(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +62,11 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``state.json``: the run's state and what its continuation depends on."""
+    """``state.json``: the run's state and what its continuation depends on.
+
+    ``held_out``: a hash of the held-out examples. ``looks``: whether the evaluation and the samples that are due at
+    this step come after the checkpoint. ``checksums`` are those of the files beside it, ``seal`` is its own.
+    """
 
     format: int = FORMAT
     run: RunState
@@ -66,6 +77,10 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     python_random: list[Any]
     numpy_random: list[Any]
     others_random: list[tuple[list[Any], list[Any]]] = []
+    held_out: str = ""
+    looks: bool = True
+    checksums: dict[str, str] = {}
+    seal: str = UNSEALED
 
 
 class Checkpoint(msgspec.Struct, kw_only=True):
@@ -130,10 +145,13 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
         folder.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(dir=folder, prefix=".writing-"))
         try:
+            sums: dict[str, str] = {}
             for name in PARTS:
                 if name != "ema" or checkpoint.ema:
-                    write_safetensors(beside / f"{name}.safetensors", getattr(checkpoint, name))
-            _write_synced(beside / "state.json", msgspec.json.format(msgspec.json.encode(checkpoint.manifest)))
+                    (written,) = write_safetensors(beside / f"{name}.safetensors", getattr(checkpoint, name))
+                    sums[written.name] = checksum(written)
+            manifest = msgspec.structs.replace(checkpoint.manifest, checksums=sums)
+            _write_synced(beside / "state.json", _sealed(manifest))
             _sync_folder(beside)
             if target.exists():
                 # Damaged, or this very step once more: out of the way, because a folder replaces only an empty one.
@@ -187,34 +205,110 @@ def _order(path: Path) -> tuple[int, int]:
 
 def _is_good(path: Path) -> bool:
     try:
-        return read_manifest(path).run.skipped_in_row == 0
+        return _manifest(path).run.skipped_in_row == 0
     except UserError:
         return False
+
+
+def amend_checkpoint(path: Path, best: Best | None) -> None:
+    """Note in a checkpoint that has just been written that it is the best one."""
+    try:
+        manifest = _manifest(path)
+        manifest.run.best = best
+        _write_synced(path / ".state.json", _sealed(manifest))
+        (path / ".state.json").replace(path / "state.json")
+        _sync_folder(path)
+    except OSError as error:
+        raise UserError(f"cannot note the best evaluation in {path}: {system_reason(error)}") from None
 
 
 def read_manifest(path: Path) -> Manifest:
     """The ``state.json`` of a checkpoint."""
     try:
-        manifest = msgspec.json.decode((path / "state.json").read_bytes(), type=Manifest)
-    except OSError as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path / 'state.json'} is damaged ({error}); remove {path} to use an older one") from None
-    if manifest.format != FORMAT:
-        raise UserError(f"{path} has the format {manifest.format}; this release reads {FORMAT}")
-    return manifest
+        return _manifest(path)
+    except UserError as error:
+        raise UserError(f"{error}; {_way_on(path)}") from None
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; a file that is missing or damaged is named."""
+    """Read a checkpoint. A file that is missing or damaged is named, and the older checkpoint that is whole."""
     manifest = read_manifest(path)
-    parts: dict[str, dict[str, Tensor]] = {}
-    for name in PARTS:
-        if name == "ema" and not (path / "ema.safetensors").exists():
-            continue
-        source = open_safetensors(path / f"{name}.safetensors")
-        parts[name] = {key: source.read(key).clone() for key in source.tensors}
+    sources = {
+        name: open_part(path, name, manifest) for name in PARTS if name != "ema" or _file(name) in manifest.checksums
+    }
+    parts = {part: {name: source.read(name).clone() for name in source.tensors} for part, source in sources.items()}
     return Checkpoint(manifest=manifest, **parts)
+
+
+def open_part(path: Path, part: str, manifest: Manifest | None = None) -> TensorSource:
+    """The tensors of one of a checkpoint's ``PARTS``, its checksum checked."""
+    manifest = read_manifest(path) if manifest is None else manifest
+    try:
+        _check(path, _file(part), manifest)
+        return open_safetensors(path / _file(part))
+    except UserError as error:
+        raise UserError(f"{error}; {_way_on(path)}") from None
+
+
+def _file(part: str) -> str:
+    return f"{part}.safetensors"
+
+
+def _manifest(path: Path) -> Manifest:
+    try:
+        content = (path / "state.json").read_bytes()
+        manifest = msgspec.json.decode(content, type=Manifest)
+    except OSError as error:
+        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path / 'state.json'} is damaged ({error})") from None
+    if manifest.format != FORMAT:
+        raise UserError(f"{path} has the format {manifest.format}, and this release reads {FORMAT}")
+    if f"{_seal(content):08x}" != manifest.seal:
+        raise UserError(f"{path / 'state.json'} is damaged (its content is not what its seal says)")
+    return manifest
+
+
+def _sealed(manifest: Manifest) -> bytes:
+    """``state.json`` with the checksum of all the rest of it inside."""
+    bare = msgspec.structs.replace(manifest, seal=UNSEALED)
+    content = msgspec.json.format(msgspec.json.encode(bare))
+    return _SEAL.sub(rb"\g<1>%08x" % zlib.crc32(content) + b'"', content)
+
+
+def _seal(content: bytes) -> int:
+    return zlib.crc32(_SEAL.sub(b"\\g<1>" + UNSEALED.encode() + b'"', content))
+
+
+def _check(path: Path, file: str, manifest: Manifest) -> None:
+    """Refuse a file whose content is not what was written."""
+    try:
+        found = checksum(path / file)
+    except OSError as error:
+        raise UserError(f"cannot read {path / file}: {system_reason(error)}") from None
+    if found != manifest.checksums.get(file):
+        raise UserError(f"{path / file} is damaged (its content is not what was written)")
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        manifest = _manifest(path)
+        for file in manifest.checksums:
+            _check(path, file, manifest)
+    except UserError:
+        return False
+    return True
+
+
+def _way_on(damaged: Path) -> str:
+    """What to do about a checkpoint that cannot be read: which older one there is to go on from."""
+    gone = [damaged]
+    for older in reversed(checkpoints(damaged.parent)):
+        if _order(older) < _order(damaged):
+            if _is_whole(older):
+                return f"remove {' and '.join(map(str, gone))}, and --resume goes on from {older}, which is whole"
+            gone.append(older)
+    return "no older checkpoint is whole: --fresh begins again"
 
 
 def save_model(model: Model, folder: Path) -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 from phylon.data import Batches
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.train.average import average_checkpoints
-from phylon.train.checkpoint import Best, RunState, checkpoints, load_checkpoint, step_of
-from phylon.train.recipe import Recipe
+from phylon.train.checkpoint import Best, RunState, checkpoints, open_part, step_of
+from phylon.train.recipe import Recipe, RunRecipe
 
 SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity")
 
@@ -28,10 +28,27 @@ def with_epochs(recipe: Recipe, loader: Batches) -> Recipe:
     return recipe.replace(run=run.replace(steps=run.epochs * steps, eval_every=every))
 
 
-def better(name: str, metrics: Mapping[str, float], before: Best | None, step: int) -> Best | None:
-    """The best evaluation so far, if this one is it; a tie stays with the earlier one."""
+def check_metric(name: str, metrics: Mapping[str, float]) -> None:
+    """Refuse a ``run.best`` that an evaluation does not measure."""
     if name not in metrics:
         raise UserError(f"run.best names no metric of this objective: '{name}'{did_you_mean(name, metrics)}")
+
+
+def check_average(run: RunRecipe) -> None:
+    """Refuse a ``run.average`` of more checkpoints than the run will write."""
+    written = 1 if run.save_every is None else -(-run.steps // run.save_every)
+    if run.average is None or run.max_minutes is not None or run.average <= written:
+        return
+    every = run.steps // run.average
+    fix = f"set run.save_every={every} or less, or lower run.average" if every else "lower run.average"
+    raise UserError(
+        f"run.average is the mean of {run.average} checkpoints and a run of {run.steps} steps writes {written}: {fix}"
+    )
+
+
+def better(name: str, metrics: Mapping[str, float], before: Best | None, step: int) -> Best | None:
+    """The best evaluation so far, if this one is it; a tie stays with the earlier one."""
+    check_metric(name, metrics)
     value = metrics[name]
     if not math.isfinite(value):
         return None
@@ -50,12 +67,17 @@ def kept_weights(recipe: Recipe, state: RunState, folder: Path) -> Kept | None:
     """What ``run.best`` or ``run.average`` keep of the checkpoints in ``folder``; ``None`` for the last weights."""
     best = state.best
     if recipe.run.average is not None:
-        tensors, used = average_checkpoints(folder, recipe.run.average)
+        # Fewer where time or a roll-back has taken some: the run is not lost for it.
+        tensors, used = average_checkpoints(folder, min(recipe.run.average, len(checkpoints(folder))))
         return Kept(tensors, f"the model is the mean of {', '.join(path.name for path in used)}")
     if recipe.run.best is None or best is None or best.step == state.step:
         return None
     found = [path for path in checkpoints(folder) if step_of(path) == best.step]
     if not found:
-        raise UserError(f"the best weights, those of step {best.step}, are no longer in {folder}; train again")
+        raise UserError(
+            f"the best weights, those of step {best.step}, are no longer in {folder}: --resume --set run.best=none "
+            "keeps the last ones"
+        )
     what = f"the model is that of step {best.step}, the best by {recipe.run.best}: {best.value:.4f}"
-    return Kept(load_checkpoint(found[-1]).model, what)
+    source = open_part(found[-1], "model")
+    return Kept({name: source.read(name).clone() for name in source.tensors}, what)

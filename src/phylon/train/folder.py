@@ -4,13 +4,16 @@ A run marks its folder before it writes anything there, and refuses a folder tha
 it would write. So every one of these names in a marked folder is the run's, and may be removed with it.
 """
 
+import fcntl
 import shutil
 from pathlib import Path
+from typing import IO
 
 from phylon.spec.errors import UserError, system_reason
-from phylon.train.report import write_text
 
 MARKER = ".phylon-run"
+MARKED = "This folder holds a run of phylon; 'phylon train --fresh' removes the run's files.\n"
+STAGE = ".fresh"  # where a run is prepared whose folder still holds another
 NAMES = (
     "recipe.toml",
     "metrics.jsonl",
@@ -21,6 +24,7 @@ NAMES = (
     "model_ema",
     "adapter",
     "tensorboard",
+    ".sources.json",
 )
 TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/
 
@@ -28,6 +32,38 @@ TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/
 def is_run(folder: Path) -> bool:
     """Whether a run wrote (or began to write) here."""
     return (folder / MARKER).is_file()
+
+
+class Lock:
+    """One process at a time in a run's folder. The operating system frees the lock of a process that is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: IO[bytes] | None = None
+
+    def take(self) -> None:
+        """Lock the folder if it is a run's already; one that another process has locked is refused."""
+        if self._file is not None:
+            return
+        try:
+            file = (self.folder / MARKER).open("r+b")
+        except OSError:
+            return  # no run's yet, or not ours to write: what writes there says so
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(
+                f"another process is training in '{self.folder}': wait for its end, or give another folder"
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        self._file = file
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def claim(folder: Path) -> None:
@@ -39,7 +75,12 @@ def claim(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to '{folder}': {system_reason(error)}") from None
-    write_text(folder / MARKER, "This folder holds a run of phylon; 'phylon train --fresh' removes the run's files.\n")
+    try:
+        with (folder / MARKER).open("a", encoding="utf-8") as file:  # never replaced: it is what is locked
+            if not file.tell():
+                file.write(MARKED)
+    except OSError as error:
+        raise UserError(f"cannot write to '{folder}': {system_reason(error)}") from None
 
 
 def check_free(folder: Path) -> None:
@@ -51,9 +92,34 @@ def check_free(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Remove what a run wrote below ``folder``, and the folders that are empty then; all else stays."""
-    if not is_run(folder):
-        return
-    for path in [*(folder / name for name in NAMES), *folder.glob(TOKENS), folder / MARKER]:
+    if is_run(folder):
+        _remove(folder, folder / STAGE, folder / MARKER)
+
+
+def stage(folder: Path) -> Path:
+    """A place below a run's folder to prepare the run that is to replace it; ``unstage`` gives it up."""
+    unstage(folder)
+    (folder / STAGE).mkdir()
+    return folder / STAGE
+
+
+def unstage(folder: Path) -> None:
+    shutil.rmtree(folder / STAGE, ignore_errors=True)
+
+
+def replace_run(folder: Path) -> None:
+    """Remove the run in ``folder`` and put what was prepared in its place."""
+    _remove(folder)
+    for path in [*(folder / STAGE).glob(TOKENS), *(folder / STAGE / name for name in NAMES)]:
+        if path.exists():
+            target = folder / path.relative_to(folder / STAGE)
+            target.parent.mkdir(exist_ok=True)
+            path.rename(target)
+    unstage(folder)
+
+
+def _remove(folder: Path, *more: Path) -> None:
+    for path in [*(folder / name for name in NAMES), *folder.glob(TOKENS), *more]:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from functools import cached_property
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,14 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @cached_property
+    def _file(self) -> FileIO:
+        """Opened when it is first needed: until then a folder may still hold another run."""
         try:
-            self._file = path.open("ab", buffering=0)
+            return self.path.open("ab", buffering=0)
         except OSError as error:
-            raise UserError(f"cannot write '{path}': {system_reason(error)}") from None
+            raise UserError(f"cannot write '{self.path}': {system_reason(error)}") from None
 
     def write(self, record: Record) -> None:
         """Append one record; a number that is not finite becomes null."""
@@ -35,14 +41,18 @@ class MetricsFile:
         except OSError as error:
             raise UserError(f"cannot write '{self.path}': {system_reason(error)}; the run can be resumed") from None
 
+    def size(self) -> int:
+        """Its length in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
     def sync(self) -> int:
         """Make sure that everything is on disk; its length in bytes."""
         os.fsync(self._file.fileno())
-        return os.fstat(self._file.fileno()).st_size
+        return self.size()
 
     def cut(self, length: int) -> bool:
         """Drop what was logged after ``length`` bytes; false where the file is shorter than that."""
-        if os.fstat(self._file.fileno()).st_size < length:
+        if self.size() < length:
             return False
         self._file.truncate(length)
         return True
@@ -58,6 +68,9 @@ class NoMetrics:
 
     def write(self, record: Record) -> None:
         pass
+
+    def size(self) -> int:
+        return 0
 
     def sync(self) -> int:
         return 0

@@ -9,7 +9,7 @@ from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.train.optim import AdamW, AdamWOptimizer, NamedParameters, Optimizer
-from phylon.train.updates import GradientNorm
+from phylon.train.updates import GradientNorm, take
 
 
 class Muon(Mechanism, Optimizer, frozen=True, kw_only=True):
@@ -107,21 +107,30 @@ class MuonOptimizer:
         return found | {f"momentum.{name}": value for name, value in kept.items() if value is not None}
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
-        left = dict(tensors)
-        for name, p in self.matrices.items():
-            value = left.pop(f"momentum.{name}", None)
-            if value is None:
-                continue
-            if value.shape != p.shape:
-                raise UserError(
-                    f"the optimizer state does not fit this model: 'momentum.{name}' has the shape "
-                    f"{tuple(value.shape)}, not {tuple(p.shape)}"
-                )
+        momenta, rest = self._taken(tensors)
+        for name, value in momenta.items():
+            p = self.matrices[name]
             self._torch.state[p] = {"momentum_buffer": value.clone().to(p.device)}
         if self._adamw is not None:
-            self._adamw.load_state_tensors(left)
+            self._adamw.load_state_tensors(rest)
+
+    def check_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse what ``load_state_tensors`` would, and change nothing."""
+        self._taken(tensors)
+
+    def _taken(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The momentum of each matrix among stored tensors, and AdamW's part of them."""
+        left = dict(tensors)
+        momenta = {
+            name: take(left, f"momentum.{name}", p.shape)
+            for name, p in self.matrices.items()
+            if f"momentum.{name}" in left
+        }
+        if self._adamw is not None:
+            self._adamw.check_state_tensors(left)
         elif left:
-            raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+            raise UserError(f"the optimizer state holds '{min(left)}', which this optimizer or model has no place for")
+        return momenta, left
 
 
 register(

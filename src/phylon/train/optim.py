@@ -59,8 +59,10 @@ class AdamW(Mechanism, Optimizer, frozen=True, kw_only=True, tag="adamw"):
             raise UserError(f"lr must be above 0, got {self.lr}")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"betas must be at least 0 and below 1, got {list(self.betas)}")
-        if not self.eps > 0 or self.weight_decay < 0:
-            raise UserError(f"eps must be above 0 and weight_decay at least 0, got {self.eps} and {self.weight_decay}")
+        if not self.eps > 0:
+            raise UserError(f"eps must be above 0, got {self.eps}")
+        if self.weight_decay < 0:
+            raise UserError(f"weight_decay must be at least 0, got {self.weight_decay}")
         if self.clip is not None and not self.clip > 0:
             raise UserError(f"clip must be above 0 (leave it out for no clipping), got {self.clip}")
 

@@ -184,6 +184,11 @@ def builtin_recipes() -> list[str]:
     return sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
 
 
+def recipe_text(name: str) -> list[str]:
+    """The lines of a recipe that comes with the library."""
+    return _read(name)[0].splitlines()
+
+
 def recipe_from_toml(text: str) -> Recipe:
     """The recipe a TOML document describes."""
     return recipe_from_data(parse_toml(text))

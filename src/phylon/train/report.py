@@ -43,7 +43,7 @@ def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, 
             _section(title, f'<p class="about">{escape(about)}</p><div class="card">{svg}</div>' if svg else "")
             for title, about, svg in charts(records)
         ),
-        _section("Held-out loss", _table((str(r["step"]), f"{r['loss']:.4f}") for r in evals), fold=True),
+        _section("Held-out loss", _table((str(r["step"]), _number(r["loss"], ".4f")) for r in evals), fold=True),
         _section("What went wrong on the way", _events(records)),
         _section("Recipe", f'<div class="card"><pre>{escape(recipe_to_toml(recipe))}</pre></div>'),
         _section("Machine and versions", _table(environment.items())),
@@ -115,9 +115,9 @@ def _figures(records: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
         if last["loss"] is not None:
             yield f"{last['loss']:.4g}", "loss of the last step"
     if evals:
-        yield f"{evals[-1]['loss']:.4g}", "held-out loss"
+        yield _number(evals[-1]["loss"], ".4g"), "held-out loss"
         if "ema_loss" in evals[-1]:
-            yield f"{evals[-1]['ema_loss']:.4g}", "of the mean of the weights"
+            yield _number(evals[-1]["ema_loss"], ".4g"), "of the mean of the weights"
     yield from tiles(records)
 
 
@@ -126,11 +126,20 @@ def _loss_chart(steps: list[Record], evals: list[Record]) -> str:
     lines = [
         Line(raw, "raw"),
         Line(smooth(raw, len(raw) // 40), "train", "training"),
-        Line([(r["step"], r["loss"]) for r in evals], "held", "held out", dots=True),
-        Line([(r["step"], r["ema_loss"]) for r in evals if "ema_loss" in r], "rate", "mean of weights", dots=True),
+        Line(_points(evals, "loss"), "held", "held out", dots=True),
+        Line(_points(evals, "ema_loss"), "rate", "mean of weights", dots=True),
     ]
     drawn = [line for line in lines if line.points]
     return line_chart(drawn, height=320, x_label="step", title="Training and held-out loss by step")
+
+
+def _points(evals: list[Record], name: str) -> list[tuple[float, float]]:
+    return [(r["step"], r[name]) for r in evals if r.get(name) is not None]
+
+
+def _number(value: float | None, form: str) -> str:
+    """A number of the log, where null stands for one that is not finite."""
+    return "not finite" if value is None else format(value, form)
 
 
 def _rate_chart(steps: list[Record]) -> str:

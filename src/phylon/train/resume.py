@@ -12,6 +12,11 @@ from phylon.train.recipe import Recipe
 FREE = {"run.eval_every", "run.eval_rows", "run.sample_every", "run.save_every", "run.keep", "run.watch_every"}
 # Bit for bit the same either way.
 FREE |= {"run.recompute"}
+# Which of the checkpoints become the model.
+FREE |= {"run.best", "run.average"}
+# What nothing can change on the way: the order of the data, the state of the optimizer, what is trained.
+FIXED = ("objective.kind", "data.tokenizer", "data.seq_len", "run.batch_size", "run.seed", "optim.kind", "tune")
+FIXED += ("model.family", "model.preset")
 
 
 def recipe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -26,12 +31,35 @@ def check_continuation(
 ) -> list[str]:
     """What differs from when the checkpoint was written; a changed recipe is refused unless ``allow_changes``."""
     changed = recipe_changes(manifest.recipe, to_data(recipe))
+    check_changes(changed, allow_changes)
+    return changed + changes(manifest.environment, environment)
+
+
+def check_before(manifest: Manifest, recipe: Recipe, allow_changes: bool) -> None:
+    """``check_continuation`` as far as it goes before the data are read, which say how long ``run.epochs`` are."""
+    before = {**manifest.recipe}
+    if recipe.run.epochs is not None and before["run"].get("epochs") == recipe.run.epochs:
+        before["run"] = before["run"] | {"steps": recipe.run.steps}
+    check_changes(recipe_changes(before, to_data(recipe)), allow_changes)
+
+
+def check_changes(changed: list[str], allow_changes: bool) -> None:
+    """Refuse changes of the recipe: those that nothing can make on the way, and others unless they are allowed."""
+    fixed = [phrase for phrase in changed if _is_fixed(phrase.partition(" ")[0])]
+    if fixed:
+        raise UserError(
+            f"{'; '.join(fixed)}: a run cannot change that on its way, and --allow-changes neither; resume with the "
+            "run's own recipe.toml, or begin a new run in another folder (--from its model/ goes on from its weights)"
+        )
     if changed and not allow_changes:
         raise UserError(
             f"the recipe is not the one of this run: {'; '.join(changed)}; "
             "resume with the run's own recipe.toml, or with --allow-changes"
         )
-    return changed + changes(manifest.environment, environment)
+
+
+def _is_fixed(path: str) -> bool:
+    return any(path == fixed or path.startswith(f"{fixed}.") for fixed in FIXED)
 
 
 def _flat(data: Any, path: str = "") -> dict[str, Any]:

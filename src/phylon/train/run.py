@@ -12,13 +12,16 @@ from phylon.model.passes import lora_tensors, merge_lora
 from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
-from phylon.train.checkpoint import latest_checkpoint, save_model
+from phylon.train.checkpoint import latest_checkpoint, read_manifest, save_model
 from phylon.train.final import with_epochs
-from phylon.train.folder import check_free, claim, clear, is_run
+from phylon.train.folder import STAGE, Lock, check_free, claim, clear, is_run, replace_run, stage, unstage
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
 from phylon.train.report import write_report, write_text
+from phylon.train.resume import check_before
+from phylon.train.session import OtherData
+from phylon.train.sources import changed_files, note_files
 from phylon.train.trainer import Trainer
 from phylon.train.world import World, join_world, leave_world
 
@@ -61,35 +64,31 @@ def train(
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
     ``model/`` and ``report.html``; with LoRA ``adapter/`` as well, and ``model/`` holds the merged weights. ``resume``
     goes on from the latest checkpoint; a recipe that differs from the run's is refused with its differences unless
-    ``allow_changes``. ``fresh`` removes the run in ``out`` first, once nothing is found wrong with the new one.
-    ``sample`` gives texts of the model now and then, where the objective does not.
+    ``allow_changes``, and where nothing can make them on the way. ``fresh`` removes the run in ``out``, once nothing is
+    found wrong with the new one and its data are prepared. A folder in which another process trains is refused.
+    ``sample`` gives texts of the model now and then (or none), where the objective does not.
 
     Raises UserError for every mistake in the above, and Interrupted after Ctrl-C, once the last step is saved.
     """
     wanted = _recipe(recipe, data, overrides or {})
     out = Path(out) if out is not None else Path("runs") / _name(recipe, wanted)
     world, device = join_world(device)
+    lock = Lock(out)
     try:
-        world.from_first(lambda: _check_folder(recipe, out, resume=resume, fresh=fresh))
+        world.from_first(lambda: _check_folder(recipe, out, lock, resume=resume, fresh=fresh))
         last = world.from_first(lambda: latest_checkpoint(out / "checkpoints") if resume else None)
+        if last is not None:
+            check_before(read_manifest(last), wanted, allow_changes)
         source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
         world.from_first(lambda: check_fits(wanted, source, device, world))
         watchers = tuple(callbacks) if world.first else ()
-        prepared = _prepared(wanted, out, source, device, watchers, world, last, resume=resume, fresh=fresh)
-        feed = prepared.feed
-        wanted = with_epochs(wanted, feed.loader)
-        trainer = Trainer(
-            prepared.model,
-            feed.loader,
-            wanted,
-            out,
-            watchers,
-            held_out=feed.held_out,
-            sample=feed.sample or sample,
-            world=world,
-        )
+        trainer, prepared = _trainer(wanted, out, source, device, watchers, world, last, lock, sample, fresh=fresh)
+        wanted = trainer.recipe
         if last is not None:
-            trainer.resume(last, allow_changes=allow_changes)
+            try:
+                trainer.resume(last, allow_changes=allow_changes)
+            except OtherData as error:
+                raise UserError(f"{error}{changed_files(source, out)}") from None
         if world.first:
             write_text(out / "recipe.toml", recipe_to_toml(wanted))
         state = trainer.run()
@@ -97,6 +96,7 @@ def train(
         averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
         world.from_first(lambda: _write(trainer, model, averaged, wanted, out))
     finally:
+        lock.release()
         leave_world(world)
     return TrainResult(
         model=model,
@@ -112,7 +112,7 @@ def train(
     )
 
 
-def _prepared(
+def _trainer(
     recipe: Recipe,
     out: Path,
     source: Source,
@@ -120,37 +120,77 @@ def _prepared(
     watchers: Sequence[Callback],
     world: World,
     last: Path | None,
+    lock: Lock,
+    sample: Callable[[Model], list[str]] | None,
     *,
-    resume: bool,
     fresh: bool,
-) -> Prepared:
-    """Claim the folder and make what the trainer needs; the first process writes, the others read what it wrote."""
+) -> tuple[Trainer, Prepared]:
+    """Claim the folder, prepare the run and look for what is wrong with it; only then is a finished run replaced."""
+    staged = world.from_first(lambda: fresh and is_run(out))
+    place = out / STAGE if staged else out
+    try:
+        prepared = world.one_after_the_other(
+            lambda first: _prepared(recipe, out, place, source, device, watchers, first, last, lock)
+        )
+        _say(watchers, _parameters(prepared.model))
+        feed = prepared.feed
+        recipe = with_epochs(recipe, feed.loader)
+        trainer = Trainer(
+            prepared.model,
+            feed.loader,
+            recipe,
+            out,
+            watchers,
+            held_out=feed.held_out,
+            sample=feed.sample or sample,
+            world=world,
+        )
+        trainer.check()
+        if staged:
+            world.from_first(lambda: replace_run(out))
+        if last is None:
+            world.from_first(lambda: note_files(source, out))
+    except BaseException as error:
+        if world.first and staged:
+            unstage(out)
+        elif world.first and last is None and isinstance(error, UserError):
+            clear(out)
+        raise
+    return trainer, prepared
 
-    def say(message: str) -> None:
-        for watcher in watchers:
-            watcher.said(message)
+
+def _prepared(
+    recipe: Recipe,
+    out: Path,
+    place: Path,
+    source: Source,
+    device: str,
+    watchers: Sequence[Callback],
+    first: bool,
+    last: Path | None,
+    lock: Lock,
+) -> Prepared:
+    """What the trainer needs, kept in ``place``; the first process writes, the others read what it wrote."""
 
     def made(tokenizer: Tokenizer) -> None:
         for watcher in watchers:
             watcher.vocabulary(tokenizer)
 
-    def make(first: bool) -> Prepared:
-        if first and fresh:
-            clear(out)
-        if first and last is None:
-            claim(out)
-            say(f"no checkpoint in '{out}' yet: beginning again" if resume else f"training in '{out}'")
-        try:
-            kept = last is not None or not first
-            return prepare(recipe, out, source, device, say, made, resume=last is not None, kept=kept)
-        except UserError:
-            if first and not resume:
-                clear(out)
-            raise
+    if first and last is None:
+        began = is_run(out) and place == out
+        claim(out)
+        lock.take()
+        if place != out:
+            stage(out)
+        _say(watchers, f"no checkpoint in '{out}' yet: beginning again" if began else f"training in '{out}'")
+    kept = last is not None or not first
+    say = lambda message: _say(watchers, message)
+    return prepare(recipe, place, source, device, say, made, resume=last is not None, kept=kept)
 
-    prepared = world.one_after_the_other(make)
-    say(_parameters(prepared.model))
-    return prepared
+
+def _say(watchers: Sequence[Callback], message: str) -> None:
+    for watcher in watchers:
+        watcher.said(message)
 
 
 def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recipe, out: Path) -> None:
@@ -172,13 +212,14 @@ def _parameters(model: Model) -> str:
     return f"{total:,} parameters" + ("" if trained == total else f", {trained:,} of them trained")
 
 
-def _check_folder(recipe: Any, out: Path, *, resume: bool, fresh: bool) -> None:
-    """Whether the run may begin (or go on) in ``out``."""
+def _check_folder(recipe: Any, out: Path, lock: Lock, *, resume: bool, fresh: bool) -> None:
+    """Whether the run may begin (or go on) in ``out``; the folder is locked if it is a run's already."""
     if resume and fresh:
         raise UserError("--resume goes on with a run and --fresh removes it; choose one")
     if resume:
         if not is_run(out) and latest_checkpoint(out / "checkpoints") is None:
             raise UserError(f"there is no run to resume in '{out}'; leave --resume out to begin one")
+        lock.take()
         return
     if isinstance(recipe, str | Path) and Path(recipe).is_file() and Path(recipe).resolve().parent == out.resolve():
         raise UserError(f"the recipe '{recipe}' lies in '{out}' itself, where the run's own would replace it; move it")
@@ -187,6 +228,7 @@ def _check_folder(recipe: Any, out: Path, *, resume: bool, fresh: bool) -> None:
             f"'{out}' already holds a run: --resume goes on with it, --fresh removes it first; or give another folder"
         )
     check_free(out)
+    lock.take()
 
 
 def _name(given: Any, recipe: Recipe) -> str:

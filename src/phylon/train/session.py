@@ -15,12 +15,15 @@ from phylon.ops import native
 from phylon.spec import to_data
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import build
+from phylon.train.batches import hash_of
 from phylon.train.budget import FIRST_PLAN, TimeBudget
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import (
     Checkpoint,
     Manifest,
     RunState,
+    amend_checkpoint,
+    check_model_tensors,
     load_checkpoint,
     load_model_tensors,
     model_tensors,
@@ -40,6 +43,10 @@ from phylon.train.scaling import LossScale
 from phylon.train.spikes import RollBack
 from phylon.train.watch import Watcher, trained_share
 from phylon.train.world import World
+
+
+class OtherData(UserError):
+    """The data are not those that a checkpoint was made on."""
 
 
 class Session:
@@ -87,7 +94,7 @@ class Session:
         self.optimizer: Any = build(recipe.optim, parameters.items())  # type: ignore[arg-type]
         self.gradients = Gradients(self.parallel, self.objective, self.optimizer, self.precision, run.accumulate)
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.ema = None if run.ema is None else Ema(run.ema, trained)
+        self.ema = None if run.ema is None else Ema(run.ema, trained, self.optimizer.masters)
         self.watcher = Watcher(model, self.gradients, parameters)
         self.budget = None if run.max_minutes is None else TimeBudget(run.max_minutes * 60, run.steps)
         self.state = RunState(
@@ -102,6 +109,10 @@ class Session:
         self.samples: list[str] = []
         self._improved = False
         self._last: dict[str, int] = {}
+        self._saved: Path | None = None
+        self._looks = False  # whether those of this step are still to come
+        self._before_looks = (-1, 0)  # a step, and how long the log was before its evaluation and samples
+        self._held_out_hash: str | None = None
         self._trained, self._flops, self._watched = trained_share(parameters), 0.0, 0.0
         self._base, self._start = 0.0, time.perf_counter()
         try:
@@ -118,7 +129,10 @@ class Session:
         manifest = found.manifest
         self._machine_as_before(manifest.environment)
         changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
+        self._check_fit(found, allow_changes)
+        changed += self._held_out_changes(manifest, allow_changes)
         self._restore(found)
+        self._saved, self._looks = checkpoint, manifest.looks
         if self.budget is None:
             self.state.total = self.recipe.run.steps
         if not self.metrics.cut(manifest.metrics_bytes):
@@ -149,17 +163,21 @@ class Session:
         load_model_tensors(model, whole)
         return model
 
-    def _save(self) -> None:
+    def _save(self, *, looks: bool = True) -> None:
+        """Write a checkpoint. ``looks``: the evaluation and samples due at this step come (again) after it."""
         state = self.state
         state.seconds = self._elapsed()
         self.loader.step = state.step + state.spikes.passed
         random, *others = self.world.gather(random_state())
+        logged, (looked, before) = self.metrics.sync(), self._before_looks
         manifest = Manifest(
             run=state,
             recipe=to_data(self.recipe),
             environment=self.environment,
             data=self.loader.state_dict(),
-            metrics_bytes=self.metrics.sync(),
+            metrics_bytes=before if looks and looked == state.step else logged,
+            held_out=self._held_out(),
+            looks=looks,
             python_random=random.python,
             numpy_random=random.numpy,
             others_random=[(other.python, other.numpy) for other in others],
@@ -175,9 +193,53 @@ class Session:
         policy = self.recipe.run.on_spike
         margin = policy.margin if isinstance(policy, RollBack) else 0
         keep = max(self.recipe.run.keep, self.recipe.run.average or 1)
-        path = self.world.from_first(lambda: save_checkpoint(self.checkpoints, checkpoint, keep, margin))
+        self._saved = self.world.from_first(lambda: save_checkpoint(self.checkpoints, checkpoint, keep, margin))
         self._last["save"], self._improved = state.step, False
-        self._say(f"saved {path}")
+        self._say(f"saved {self._saved}")
+
+    def _note_best(self) -> None:
+        """Keep the checkpoint of this step as the best one; weights are written only where they are not yet."""
+        saved = self._saved
+        if self._last.get("save") != self.state.step or saved is None:
+            self._save()
+            return
+        self.world.from_first(lambda: amend_checkpoint(saved, self.state.best))
+        self._improved = False
+
+    def _check_fit(self, found: Checkpoint, allow_changes: bool) -> None:
+        """Refuse a checkpoint that this model, optimizer and order of the data cannot go on from."""
+        try:
+            self.loader.load_state_dict(found.manifest.data)
+        except UserError as error:
+            raise OtherData(str(error)) from None
+        try:
+            check_model_tensors(self.model, found.model)
+            self.optimizer.check_state_tensors(self.parallel.own(found.optimizer))
+            if self.ema is not None and found.ema:
+                self.ema.check_state_tensors(found.ema)
+        except UserError as error:
+            if not allow_changes:
+                raise
+            raise UserError(f"{error}: --allow-changes cannot change that on the way, it takes a new run") from None
+
+    def _held_out(self) -> str:
+        """A hash of the held-out examples."""
+        if self._held_out_hash is None:
+            held = self.held_out
+            self._held_out_hash = "" if held is None else self.world.from_first(lambda: hash_of(held()))
+        return self._held_out_hash
+
+    def _held_out_changes(self, manifest: Manifest, allow_changes: bool) -> list[str]:
+        """What to say of held-out examples that are not those of the checkpoint: no measure could be compared."""
+        rows = manifest.recipe["run"].get("eval_rows"), self.recipe.run.eval_rows
+        if rows[0] != rows[1] or self._held_out() == manifest.held_out:
+            return []
+        if not allow_changes:
+            raise OtherData(
+                "the held-out data are not those of this run, so its evaluations could not be compared; put them back, "
+                "or resume with --allow-changes"
+            )
+        return ["the held-out data have changed"]
 
     def _restore(self, found: Checkpoint) -> None:
         """Weights, moments, mean, random states, data position and counters of a checkpoint."""
@@ -186,6 +248,8 @@ class Session:
         self.optimizer.load_state_tensors(self.parallel.own(found.optimizer))
         if self.ema is not None and found.ema:
             self.ema.load_state_tensors(self.parallel.own(found.ema))
+        elif self.ema is not None:
+            self.ema.begin()
         limit, scale = self.state.limit, self.state.loss_scale
         self.state = found.manifest.run
         self.state.limit = limit

@@ -16,13 +16,12 @@ from phylon.train.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
 )
-from phylon.train.final import better, kept_weights
-from phylon.train.gradients import Found, evaluating
+from phylon.train.gradients import Found
+from phylon.train.looks import Looks
 from phylon.train.memory import settled_objects
 from phylon.train.metrics import Record
 from phylon.train.objectives.base import Batch
 from phylon.train.rng import random_state_kept
-from phylon.train.session import Session
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
 from phylon.train.spikes import RollBack
 from phylon.train.threads import faster_threads
@@ -31,17 +30,18 @@ from phylon.train.world import lost_peer
 MAX_SKIPPED_IN_ROW = 10
 
 
-class Trainer(Session):
+class Trainer(Looks):
     """Trains ``model`` on ``loader`` as ``recipe`` says, into ``out_dir``.
 
     ``held_out()`` walks the held-out batches, ``sample(model)`` gives texts; either may be ``None``. Everything that is
     random is seeded here with ``recipe.run.seed``. ``world``: the processes that share the work; the first one writes
-    and speaks. Call ``resume`` (or not), then ``run``.
+    and speaks. Call ``check`` and ``resume`` (or not), then ``run``.
     """
 
     def run(self) -> RunState:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
+        self._held_out()  # read now, so that saving depends on no data
         self._base, self._start = state.seconds, time.perf_counter()
         # The kernels of this run: one that is made while it goes would move its bits.
         native.limit(native.names())
@@ -74,8 +74,8 @@ class Trainer(Session):
         self.model.train()
         if self.state.step == 0 and "from" in self.recipe.model:
             self._evaluate()  # where the trained weights stand before anything is changed
-        if self.state.step and self.state.step < self.state.total and self._due(self.recipe.run.sample_every):
-            self._sample()  # a checkpoint is written before the samples of its step, and cuts the log there
+        if self._looks:
+            self._look()
         over = self._out_of_time()
         while self.state.step < self.state.total and not over:
             if self._step():
@@ -252,7 +252,7 @@ class Trainer(Session):
         state.spikes.good_until = state.step
         state.spikes.slow_until = state.step + policy.slow_steps
         state.seconds = self._elapsed()
-        self._last = {}
+        self._last, self._before_looks, self._looks = {}, (-1, 0), False
         record = {"kind": "rolled_back", "step": before, "to": state.step, **spike, "batches": [first, last]}
         self._log(record | {"slow": policy.slow, "slow_until": state.spikes.slow_until})
         self._say(
@@ -260,7 +260,10 @@ class Trainer(Session):
             f"{state.step}, past batches {first} to {last}, at {policy.slow:g} of the rate until step "
             f"{state.spikes.slow_until}"
         )
-        self._save()
+        if self.budget is not None:
+            self.budget.went_back(before - state.step)
+            self._plan()
+        self._save(looks=False)
         return True
 
     def _good_checkpoint(self) -> Path | None:
@@ -272,111 +275,42 @@ class Trainer(Session):
 
     def _periodic(self, stop: StopRequest) -> bool:
         """What is due after a step; whether the time is used up. All processes decide alike."""
-        run, state = self.recipe.run, self.state
-        if self._due(run.eval_every):
-            self._evaluate()
+        state = self.state
         if self.budget is not None and state.step == state.replan:
-            state.total, state.replan = self.world.from_first(lambda: self._plan())
-            self._log({"kind": "plan", "step": state.step, "total": state.total})
+            self._plan()
         signal, over = self.world.most([float(stop.number or 0), float(self._out_of_time())])
-        if self._due(run.save_every) or signal or self._improved:
+        # Before anything that may fail, or take long: evaluation and samples come after the checkpoint, which cuts the
+        # log here, so that a resumed run takes them again.
+        if self._due(self.recipe.run.save_every) or signal or over or state.step >= state.total:
             self._save()
         if signal and state.step < state.total:
             raise Interrupted(
                 f"stopped after step {state.step} of {state.total}; the run is saved in {self.out}", int(signal)
             )
-        if self._due(run.sample_every):
-            self._sample()
+        if self._look() and self.budget is not None and not over:
+            (over,) = self.world.most([float(self._out_of_time())])
         return bool(over)
 
-    def _plan(self) -> tuple[int, int]:
-        assert self.budget is not None
-        return self.budget.plan(self.state.step, self._elapsed())
+    def _plan(self) -> None:
+        budget, state = self.budget, self.state
+        assert budget is not None
+        state.total, state.replan = self.world.from_first(lambda: budget.plan(state.step, self._elapsed()))
+        self._log({"kind": "plan", "step": state.step, "total": state.total})
 
     def _finish(self) -> None:
-        if self._last.get("eval") != self.state.step:
-            self._evaluate()
-        if self._last.get("save") != self.state.step:
+        """The last checkpoint, and then what is to be seen of it."""
+        step = self.state.step
+        if self._last.get("save") != step:
             self._save()
-        if self._last.get("samples") != self.state.step:
+        if self._last.get("eval") != step:
+            self._evaluate()
+        if self._improved:
+            self._note_best()
+        if self._last.get("samples") != step:
             self._sample()
-
-    def _evaluate(self) -> None:
-        """What the objective measures on the held-out examples; the mean of the weights, if there is one, as well."""
-        if self.held_out is None:
-            return
-        started = time.perf_counter()
-        found = self._measure()
-        record: Record = {"kind": "eval", "step": self.state.step, **self._held(found)}
-        if self.recipe.run.best is not None and self.state.step:  # there is no checkpoint of step 0
-            best = better(self.recipe.run.best, found, self.state.best, self.state.step)
-            self.state.best, self._improved = best or self.state.best, best is not None
-        if self.ema is not None and self.ema.updates:
-            with self.ema.swapped():
-                averaged = self._measure()
-            record["ema_loss"] = averaged.pop("loss")
-            if averaged:
-                record["ema_metrics"] = averaged
-        self._last["eval"] = self.state.step
-        self._took("eval", started)
-        self._log(record | {"tokens": self.state.tokens})
-
-    def _keep(self) -> None:
-        """Put the weights that the recipe keeps into the model, and measure them where they are not the last ones."""
-        kept = self.world.from_first(lambda: kept_weights(self.recipe, self.state, self.checkpoints))
-        if kept is None:
-            return
-        self.parallel.load_model(kept.tensors)
-        self._say(kept.what)
-        found = {} if self.held_out is None else self._held(self._measure())
-        self._log({"kind": "kept", "step": self.state.step, "what": kept.what, **found})
-
-    def _held(self, found: dict[str, float]) -> Record:
-        """Remember an evaluation; what the log says of it."""
-        self.held_out_loss = found["loss"]
-        self.held_out_metrics = {name: value for name, value in found.items() if name != "loss"}
-        return {"loss": self.held_out_loss} | ({"metrics": self.held_out_metrics} if self.held_out_metrics else {})
-
-    def _measure(self) -> dict[str, float]:
-        assert self.held_out is not None
-        with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
-            return self.objective.evaluate(self.model, map(self.gradients.on_device, self.held_out()))
-
-    def _sample(self) -> None:
-        """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""
-        if self.sample is None or not (self.world.first or self.parallel.kind == "fsdp"):
-            return
-        started = time.perf_counter()
-        self._last["samples"] = self.state.step
-        model = self.whole_model()
-        if not self.world.first:
-            return
-        try:
-            with random_state_kept(), torch.no_grad(), evaluating(model):
-                self.samples = self.sample(model)
-        except Exception as error:
-            self._say(f"no samples at step {self.state.step}: {error}")
-            return
-        if not self.samples:
-            return
-        self._took("samples", started)
-        self._log({"kind": "samples", "step": self.state.step, "texts": self.samples})
-
-    def _due(self, every: int | None, step: int | None = None) -> bool:
-        """Every so many steps; in a timed run that takes fewer steps than asked for, as often over the whole run."""
-        if every is None:
-            return False
-        step = self.state.step if step is None else step
-        asked, planned = self.recipe.run.steps, max(1, self.state.total)
-        return step * asked // (planned * every) > (step - 1) * asked // (planned * every)
 
     def _elapsed(self) -> float:
         return self._base + time.perf_counter() - self._start
 
     def _out_of_time(self) -> bool:
         return self.budget is not None and self.budget.over(self._elapsed())
-
-    def _took(self, act: str, started: float) -> None:
-        """Tell the time budget what has just been done, since the end of the run needs it once more."""
-        if self.budget is not None:
-            self.budget.took(act, time.perf_counter() - started)

@@ -87,18 +87,31 @@ class Updates:
 
     def load_state_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The reverse of ``state_tensors``; an entry too many or of the wrong shape is refused."""
-        left = dict(tensors)
+        masters, state = self._taken(tensors)
         with torch.no_grad():
-            for name, master in self.masters.items():
-                master.copy_(take(left, f"master.{name}", master.shape))
-        self.state = {}
+            for name, value in masters.items():
+                self.masters[name].copy_(value)
+        self.state = {
+            name: {what: value.clone().to(self.trained[name].device) for what, value in kept.items()}
+            for name, kept in state.items()
+        }
+
+    def check_state_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Refuse what ``load_state_tensors`` would, and change nothing."""
+        self._taken(tensors)
+
+    def _taken(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """The masters and the state of each parameter among stored tensors."""
+        left = dict(tensors)
+        masters = {name: take(left, f"master.{name}", master.shape) for name, master in self.masters.items()}
+        state = {}
         for name, p in self.trained.items():
             shapes = self.state_shapes(p)
             if any(f"{what}.{name}" in left for what in shapes):
-                kept = {what: take(left, f"{what}.{name}", shape).to(p.device) for what, shape in shapes.items()}
-                self.state[name] = kept
+                state[name] = {what: take(left, f"{what}.{name}", shape) for what, shape in shapes.items()}
         if left:
-            raise UserError(f"the optimizer state holds '{min(left)}', which this model has no place for")
+            raise UserError(f"the optimizer state holds '{min(left)}', which this optimizer or model has no place for")
+        return masters, state
 
     def state_shapes(self, parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """What is kept of a parameter, with shapes."""
@@ -111,4 +124,4 @@ def take(tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tenso
     if value is None or tuple(value.shape) != tuple(shape):
         found = "is missing" if value is None else f"has the shape {tuple(value.shape)}, not {tuple(shape)}"
         raise UserError(f"the optimizer state does not fit this model: '{name}' {found}")
-    return value.clone()
+    return value

@@ -1,0 +1,43 @@
+"""The files a run's data came from, noted in its folder, so that a changed one can be named."""
+
+from pathlib import Path
+
+import msgspec
+
+from phylon.data import Source
+from phylon.data.documents import file_sums
+from phylon.train.report import write_text
+
+NAME = ".sources.json"
+MOST_NAMED = 3
+
+
+def note_files(source: Source, out: Path) -> None:
+    """Write ``.sources.json``: the checksum of every file by its name."""
+    write_text(out / NAME, msgspec.json.format(msgspec.json.encode(_sums(source))).decode())
+
+
+def changed_files(source: Source, out: Path) -> str:
+    """What to add to a message that the data are others: the files that are, as far as that is known."""
+    try:
+        before = msgspec.json.decode((out / NAME).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        return ""
+    now = _sums(source)
+    groups = {
+        "changed": [name for name in now if name in before and now[name] != before[name]],
+        "new": [name for name in now if name not in before],
+        "gone": [name for name in before if name not in now],
+    }
+    return "".join(f"; {word}: {_listed(names)}" for word, names in groups.items() if names)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(f"'{name}'" for name in names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _sums(source: Source) -> dict[str, str]:
+    inner = getattr(source, "source", source)  # of a source that is cut to data.max_bytes
+    files = inner.files() if hasattr(inner, "files") else []
+    return {name: total for name, _, total in file_sums(files)}
