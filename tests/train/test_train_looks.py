@@ -1,5 +1,6 @@
 """Looks at a model in training: after the checkpoint, once in the log, refused at the start where they cannot be."""
 
+import fcntl
 import os
 import signal
 from contextlib import suppress
@@ -14,7 +15,7 @@ from phylon.train.budget import TimeBudget
 from phylon.train.checkpoint import Best, checkpoints, load_checkpoint, read_manifest
 from phylon.train.ema import Ema
 from phylon.train.final import check_average, kept_weights
-from phylon.train.folder import Lock, claim
+from phylon.train.folder import MARKER, Lock, claim, clear
 from phylon.train.objectives.next_token import NextToken
 from phylon.train.optim import AdamWOptimizer
 from phylon.train.schedule import InverseSqrt, WarmupCosine
@@ -217,3 +218,25 @@ def test_one_process_at_a_time_and_a_kill_frees_the_folder(tmp_path):
         Lock(tmp_path).take()
     lock.release()
     Lock(tmp_path).take()
+
+
+def test_the_lock_of_a_marker_that_was_removed_locks_nothing(tmp_path, monkeypatch):
+    flock, folder = fcntl.flock, tmp_path / "run"
+    first, second, third = Lock(folder), Lock(folder), Lock(folder)
+    first.claim()
+    assert first.made and first.held
+
+    def removed_before(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        clear(folder)
+        first.release()
+        claim(folder)
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    second.take()
+    assert second.held
+    assert os.path.samestat(os.fstat(second._file.fileno()), (folder / MARKER).stat())
+    with pytest.raises(UserError, match="another process"):
+        third.claim()
+    assert not third.made

@@ -25,7 +25,7 @@ from phylon.train import (
     recipe_from_toml,
     train,
 )
-from phylon.train.folder import clear
+from phylon.train.folder import Lock, clear
 
 SMALL = """
 schema = 1
@@ -222,6 +222,24 @@ def test_a_second_process_is_refused_and_the_first_goes_on(tmp_path):
     result = train(recipe_from_toml(SMALL), out=tmp_path, overrides=short, callbacks=[Second()], device="cpu")
     assert (Second.refused, result.steps) == (2, 3)
     assert train(recipe_from_toml(SMALL), out=tmp_path, overrides=short, resume=True, device="cpu").steps == 3
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_that_another_process_began_meanwhile_stays(tmp_path, monkeypatch, ended):
+    out, other = tmp_path / "run", Lock(tmp_path / "run")
+
+    def meanwhile(*_args):
+        other.claim()
+        (out / "recipe.toml").write_text("its recipe")
+        (out / "checkpoints").mkdir()
+        if ended:
+            other.release()
+
+    monkeypatch.setattr("phylon.train.run.check_fits", meanwhile)
+    with pytest.raises(UserError, match="already holds a run" if ended else "another process is training in"):
+        train(recipe_from_toml(SMALL), out=out, device="cpu")
+    assert {path.name for path in out.iterdir()} == {".phylon-run", "recipe.toml", "checkpoints"}
+    assert (out / "recipe.toml").read_text() == "its recipe"
 
 
 def test_what_a_resumption_cannot_change_is_refused_before_any_work(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ it would write. So every one of these names in a marked folder is the run's, and
 """
 
 import fcntl
+import os
 import shutil
 from pathlib import Path
 from typing import IO
@@ -39,26 +40,50 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.made = False
+        """Whether the folder is a run's only since ``claim``, so that nobody else can have written there."""
         self._file: IO[bytes] | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether the folder is locked by this."""
+        return self._file is not None
+
+    def claim(self) -> None:
+        """Make the folder a run's if it is none yet, and lock it."""
+        while True:
+            made = claim(self.folder)
+            self.take()
+            if self.held or is_run(self.folder):  # else another process has just given it up
+                break
+        self.made = made and self.held
 
     def take(self) -> None:
         """Lock the folder if it is a run's already; one that another process has locked is refused."""
-        if self._file is not None:
-            return
+        while self._file is None:
+            try:
+                file = (self.folder / MARKER).open("r+b")
+            except OSError:
+                return  # no run's yet, or not ours to write: what writes there says so
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UserError(
+                    f"another process is training in '{self.folder}': wait for its end, or give another folder"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            if self._is_marker(file):
+                self._file = file
+            else:  # removed since it was opened: the lock of a file that nobody else can find is none
+                file.close()
+
+    def _is_marker(self, file: IO[bytes]) -> bool:
         try:
-            file = (self.folder / MARKER).open("r+b")
-        except OSError:
-            return  # no run's yet, or not ours to write: what writes there says so
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise UserError(
-                f"another process is training in '{self.folder}': wait for its end, or give another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        self._file = file
+            return os.path.samestat(os.fstat(file.fileno()), (self.folder / MARKER).stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         if self._file is not None:
@@ -66,21 +91,26 @@ class Lock:
             self._file = None
 
 
-def claim(folder: Path) -> None:
-    """Make the folder and mark it as a run's; one that holds other files under a run's names is refused."""
+def claim(folder: Path) -> bool:
+    """Make the folder and mark it as a run's, if nobody has yet; whether it was this call that did.
+
+    One that holds other files under a run's names is refused.
+    """
     if is_run(folder):
-        return
+        return False
     check_free(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to '{folder}': {system_reason(error)}") from None
     try:
-        with (folder / MARKER).open("a", encoding="utf-8") as file:  # never replaced: it is what is locked
-            if not file.tell():
-                file.write(MARKED)
+        with (folder / MARKER).open("x", encoding="utf-8") as file:  # never replaced: it is what is locked
+            file.write(MARKED)
+    except FileExistsError:
+        return False
     except OSError as error:
         raise UserError(f"cannot write to '{folder}': {system_reason(error)}") from None
+    return True
 
 
 def check_free(folder: Path) -> None:

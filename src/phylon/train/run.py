@@ -14,7 +14,7 @@ from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, read_manifest, save_model
 from phylon.train.final import with_epochs
-from phylon.train.folder import STAGE, Lock, check_free, claim, clear, is_run, replace_run, stage, unstage
+from phylon.train.folder import STAGE, Lock, check_free, clear, is_run, replace_run, stage, unstage
 from phylon.train.forecast import check_fits
 from phylon.train.prepare import Prepared, check, prepare
 from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_toml
@@ -64,7 +64,7 @@ def train(
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
     ``model/`` and ``report.html``; with LoRA ``adapter/`` as well, and ``model/`` holds the merged weights. ``resume``
     goes on from the latest checkpoint; a recipe that differs from the run's is refused with its differences unless
-    ``allow_changes``, and where nothing can make them on the way. ``fresh`` removes the run in ``out``, once nothing is
+    ``allow_changes``, and where nothing can make them on the way. ``fresh`` replaces the run in ``out``, once nothing is
     found wrong with the new one and its data are prepared. A folder in which another process trains is refused.
     ``sample`` gives texts of the model now and then (or none), where the objective does not.
 
@@ -82,7 +82,9 @@ def train(
         source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
         world.from_first(lambda: check_fits(wanted, source, device, world))
         watchers = tuple(callbacks) if world.first else ()
-        trainer, prepared = _trainer(wanted, out, source, device, watchers, world, last, lock, sample, fresh=fresh)
+        trainer, prepared = _trainer(
+            wanted, out, source, device, watchers, world, last, lock, sample, fresh=fresh, resume=resume
+        )
         wanted = trainer.recipe
         if last is not None:
             try:
@@ -124,13 +126,14 @@ def _trainer(
     sample: Callable[[Model], list[str]] | None,
     *,
     fresh: bool,
+    resume: bool,
 ) -> tuple[Trainer, Prepared]:
     """Claim the folder, prepare the run and look for what is wrong with it; only then is a finished run replaced."""
     staged = world.from_first(lambda: fresh and is_run(out))
     place = out / STAGE if staged else out
     try:
         prepared = world.one_after_the_other(
-            lambda first: _prepared(recipe, out, place, source, device, watchers, first, last, lock)
+            lambda first: _prepared(recipe, out, place, source, device, watchers, first, last, lock, resume)
         )
         _say(watchers, _parameters(prepared.model))
         feed = prepared.feed
@@ -151,9 +154,9 @@ def _trainer(
         if last is None:
             world.from_first(lambda: note_files(source, out))
     except BaseException as error:
-        if world.first and staged:
+        if world.first and staged and lock.held:
             unstage(out)
-        elif world.first and last is None and isinstance(error, UserError):
+        elif lock.made and isinstance(error, UserError):
             clear(out)
         raise
     return trainer, prepared
@@ -169,6 +172,7 @@ def _prepared(
     first: bool,
     last: Path | None,
     lock: Lock,
+    resume: bool,
 ) -> Prepared:
     """What the trainer needs, kept in ``place``; the first process writes, the others read what it wrote."""
 
@@ -178,10 +182,11 @@ def _prepared(
 
     if first and last is None:
         began = is_run(out) and place == out
-        claim(out)
-        lock.take()
+        lock.claim()
         if place != out:
             stage(out)
+        elif not resume:
+            _check_new(out)  # since it was looked at, another process may have begun and ended
         _say(watchers, f"no checkpoint in '{out}' yet: beginning again" if began else f"training in '{out}'")
     kept = last is not None or not first
     say = lambda message: _say(watchers, message)
@@ -223,12 +228,18 @@ def _check_folder(recipe: Any, out: Path, lock: Lock, *, resume: bool, fresh: bo
         return
     if isinstance(recipe, str | Path) and Path(recipe).is_file() and Path(recipe).resolve().parent == out.resolve():
         raise UserError(f"the recipe '{recipe}' lies in '{out}' itself, where the run's own would replace it; move it")
-    if not fresh and is_run(out) and (out / "recipe.toml").exists():
-        raise UserError(
-            f"'{out}' already holds a run: --resume goes on with it, --fresh removes it first; or give another folder"
-        )
+    if not fresh:
+        _check_new(out)
     check_free(out)
     lock.take()
+
+
+def _check_new(out: Path) -> None:
+    """Refuse a folder that holds a run which has begun to train."""
+    if is_run(out) and ((out / "recipe.toml").exists() or latest_checkpoint(out / "checkpoints") is not None):
+        raise UserError(
+            f"'{out}' already holds a run: --resume goes on with it, --fresh replaces it; or give another folder"
+        )
 
 
 def _name(given: Any, recipe: Recipe) -> str:
