@@ -62,6 +62,17 @@ def test_a_folder_of_parquet_files_with_a_bad_one_in_the_middle(tmp_path, caplog
     assert "bad.parquet" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["ArrowNotImplementedError", "ArrowTypeError", "ArrowKeyError", "ArrowInvalid"])
+def test_whatever_pyarrow_says_is_one_line(tmp_path, monkeypatch, kind):
+    def raises(*_args, **_options):
+        raise getattr(pyarrow.lib, kind)("codec 'lzo'\nnot built")
+
+    source = Parquet(path=str(write(tmp_path / "a.parquet", ["one"])))
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", raises)
+    with pytest.raises(UserError, match=r"cannot read '.*a.parquet' as Parquet: .?codec 'lzo'"):
+        list(source.documents())
+
+
 @pytest.mark.parametrize(("name", "words"), [("nothing", "there is no Parquet"), ("empty", "no .parquet file below")])
 def test_no_parquet(tmp_path, name, words):
     (tmp_path / "empty").mkdir()
@@ -113,6 +124,9 @@ def test_a_saved_dataset(tmp_path):
         list(both.replace(split=None).documents())
     with pytest.raises(UserError, match=r"no split 'tran' .did you mean 'train'"):
         list(both.replace(split="tran").documents())
+    rows.select([]).save_to_disk(str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"none' holds no rows"):
+        list(HFDataset(path=str(tmp_path / "none")).records())
     (tmp_path / "other").mkdir()
     with pytest.raises(UserError, match=r"is not what datasets saves"):
         list(HFDataset(path=str(tmp_path / "other")).documents())

@@ -1,6 +1,9 @@
 """Items that are empty or wrong, in every kind of source: named, then passed over or fatal, as the source says."""
 
+import datetime
+import gzip
 import json
+import random
 
 import numpy as np
 import pytest
@@ -108,6 +111,39 @@ def test_aligned_lines(tmp_path, caplog):
     assert "a.en:2" in caplog.text
 
 
+def test_a_side_that_is_damaged_ends_both(tmp_path, caplog):
+    lines = [f"line {number} {random.Random(number).random()}\n".encode() for number in range(20_000)]
+    whole = gzip.compress(b"".join(lines))
+    (tmp_path / "a.en.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "a.de").write_bytes(b"".join(lines))
+    source = Aligned(source=str(tmp_path / "a.en.gz"), target=str(tmp_path / "a.de"))
+    with pytest.raises(UserError, match=r"a.en.gz' is damaged after line"):
+        list(source.records())
+    assert 0 < len(list(source.replace(unreadable="skip").records())) < 20_000
+    assert "is damaged after line" in caplog.text
+    assert "the other file goes on" in caplog.text
+
+
+def test_what_an_objective_cannot_use_of_a_mixture_is_up_to_the_mixture():
+    rows = Records(rows=({"a": "one", "b": "two", "label": 1}, {"a": "three", "b": "four", "label": ""}))
+    mixture = Mixture(tasks=(Task(name="t", source=rows, input="a", target="b"),))
+    read = lambda source: [row.text for row in read_texts(source, "input", None, "label")]
+    with pytest.raises(UserError, match="t/record:1: the label in 'label' is missing"):
+        read(mixture)
+    lenient = mixture.replace(empty="skip")
+    assert read(lenient) == ["one"]
+    assert mixture.fingerprint() != lenient.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "value", [datetime.date(2024, 5, 1), [datetime.time(1)], {"at": datetime.datetime(2024, 5, 1)}]
+)
+def test_a_date_in_a_record_is_named(value):
+    with pytest.raises(UserError, match=r"record:1: the field 'when' must be text, a number"):
+        Records(rows=({"when": "x"}, {"when": value}))
+    assert Records(rows=({"when": [None, True, 1, 2.5, {"a": "b"}]},)).fingerprint()
+
+
 def test_documents_of_json_lines_that_are_nested_too_deeply(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "one"}) + "\n" + DEEP + "\n" + json.dumps({"text": "two"}) + "\n")
@@ -155,7 +191,7 @@ def test_image_files_of_no_bytes(tmp_path, caplog):
 
 
 def test_every_source_of_many_items_has_the_policies():
-    for kind in (Aligned, HFDataset, ImageArrays, ImageFolder, JsonLines, Parquet, Records, Table, TextFolder):
+    for kind in (Aligned, HFDataset, ImageArrays, ImageFolder, JsonLines, Mixture, Parquet, Records, Table, TextFolder):
         assert issubclass(kind, Policies)
     assert [d.text for d in Texts(("a", "", "b")).documents()] == ["a", "b"]
     with pytest.raises(UserError, match="text:1 is empty"):

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from objective_toys import TINY
+from objective_toys import TINY, tiny
 
 from phylon.cli.main import main
 from phylon.hub import load, save
+from phylon.train import train
 
 KINDS = {
     "image_classes": (0, "try: phylon show"),
@@ -33,11 +34,25 @@ def test_the_closing_hint_fits_the_model_and_works(kind, tmp_path, capfd):
     model = trained(kind, number, tmp_path)
     said = capfd.readouterr().err
     assert "no samples" not in said
+    assert ("images/s" if kind == "image_classes" else "tokens/s") in said
     hint = next(line for line in said.splitlines() if line.startswith("try: "))
     assert hint.startswith(f"{begin} {model}")
     words = hint.removeprefix("try: phylon ").replace("'", "").split(" --")[0].split()
     more = [] if kind == "image_classes" else ["--text" if words[0] != "generate" else "--prompt", "the cat"]
     assert main([*words, *more, *(["--max-new-tokens", "3"] if words[0] == "generate" else [])]) == 0
+
+
+def test_numbers_of_other_data_take_the_place_of_the_old_names(tmp_path):
+    recipe = tiny("text_classes", 1)
+    train(recipe.replace(run=recipe.run.replace(steps=1)), out=tmp_path / "named", device="cpu")
+    numbers = {name: index for index, name in enumerate("xyz")}
+    rows = tuple({**row, "c": numbers[row["c"]]} for row in recipe.data.source.rows)
+    later = recipe.replace(
+        model={"from": str(tmp_path / "named" / "model")},
+        data=recipe.data.replace(source=recipe.data.source.replace(rows=rows)),
+        run=recipe.run.replace(steps=1),
+    )
+    assert train(later, out=tmp_path / "numbered", device="cpu").model.labels == {}
 
 
 def test_names_of_classes_are_saved_and_shown(tmp_path, capfd):

@@ -10,11 +10,12 @@ import torch
 from objective_toys import tiny
 
 from phylon.account import account
+from phylon.data import Loader
 from phylon.families import build_spec
 from phylon.spec import UserError
 from phylon.train import load_recipe, train
 from phylon.train.footprint import RowCost, row_cost
-from phylon.train.forecast import estimate
+from phylon.train.forecast import _steps, estimate
 from phylon.train.prepare import check, prepare
 from phylon.train.recipe import apply_overrides
 
@@ -83,6 +84,12 @@ def test_epochs_say_how_many_steps_there_are(tmp_path):
         assert found.unit == made.objective.counted
         assert f"{found.steps:,} steps" in found.page()
         assert ("images of the run" in found.page()) == (kind == "image_classes")
+
+
+def test_a_pass_over_a_mixture_is_all_its_examples_whatever_the_block():
+    rows = type("Rows", (), {"__len__": lambda _: 1024, "example": lambda *_: {}, "fingerprint": ""})()
+    made = apply_overrides(tiny("text_classes"), {"run.epochs": 3, "run.accumulate": 1, "run.batch_size": 1})
+    assert _steps(made, Loader(rows, 2, 0, one_pass=50)) == 150
 
 
 def test_rows_that_fit():

@@ -164,7 +164,7 @@ def test_a_warmup_longer_than_the_run_is_said(tmp_path):
     ):
         said = Said()
         trainer_in(tmp_path, said, schedule=schedule, **run).check()
-        assert any(f"schedule.warmup is {schedule.warmup} and the run has 6" in m for m in said.all) == expected
+        assert sum(f"schedule.warmup is {schedule.warmup:,} and the run has 6" in m for m in said.all) == expected
 
 
 def test_samples_of_a_model_that_writes_nothing_are_no_word(tmp_path):
@@ -224,7 +224,8 @@ def test_the_lock_of_a_marker_that_was_removed_locks_nothing(tmp_path, monkeypat
     flock, folder = fcntl.flock, tmp_path / "run"
     first, second, third = Lock(folder), Lock(folder), Lock(folder)
     first.claim()
-    assert first.made and first.held
+    assert first.made
+    assert first.held
 
     def removed_before(file, how):
         monkeypatch.setattr(fcntl, "flock", flock)

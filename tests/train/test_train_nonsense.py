@@ -156,14 +156,7 @@ def test_a_text_that_says_the_same_as_the_own_one_is_found():
     assert retrieval_accuracy(vectors, vectors[::-1], np.array([7, 9] * 5)) == 0.0
 
 
-def test_a_warmup_that_does_not_end_is_said(tmp_path):
-    said = []
-    recipe = tiny("text_classes")
-    fed(recipe.replace(schedule=Linear(warmup=40)), tmp_path / "a", said.append)
-    assert any("schedule.warmup 40 is not over after the 20 steps" in message for message in said)
-    said.clear()
-    fed(recipe.replace(schedule=Linear(warmup=4)), tmp_path / "b", said.append)
-    assert not any("warmup" in message for message in said)
+def test_a_warmup_of_the_whole_run_is_refused_where_the_run_is_known():
     with pytest.raises(UserError, match="warmup 10 must be less than the total of 10"):
         Linear(warmup=10, total=10)
 

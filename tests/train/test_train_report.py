@@ -109,6 +109,8 @@ def test_the_progress_line_says_step_loss_speed_and_time_left(terminal):
     assert re.fullmatch(r"step 10/40  loss 3.25  held-out 3.50  1,234 tokens/s  0:0\d left", text)
     line.record({"kind": "watch", "step": 10, "utilisation": 0.383}, run)
     assert "1,234 tokens/s  38 % of the machine  0:0" in line.text(run)
+    line.unit = "image"
+    assert "1,234 images/s  38 % of the machine  0:0" in line.text(run)
     line.record({"kind": "samples", "step": 10, "texts": ["[not markup] ok"]}, run)
     line.ended(run)
     shown = stream.getvalue()

@@ -13,7 +13,7 @@ import torch
 from train_toys import toy_spec
 
 from phylon import hub
-from phylon.data import Texts
+from phylon.data import Aligned, Texts
 from phylon.spec import UserError
 from phylon.text import char_tokenizer
 from phylon.train import (
@@ -26,6 +26,8 @@ from phylon.train import (
     train,
 )
 from phylon.train.folder import Lock, clear
+from phylon.train.prepare import Limited
+from phylon.train.sources import changed_files, note_files
 
 SMALL = """
 schema = 1
@@ -274,6 +276,19 @@ def test_data_that_were_moved_or_touched_are_the_same_and_changed_files_are_name
         UserError, match=r"the data position cannot be resumed.*changed: 'b.txt'; new: 'd.txt'; gone: 'c"
     ):
         train(recipe, out=out, overrides=short, resume=True, device="cpu")
+
+
+@pytest.mark.parametrize("most", [None, 1000])
+def test_files_of_one_name_are_told_apart(tmp_path, most):
+    for name in ("en", "de"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.txt").write_text(f"a line of {name}\n")
+    pairs = Aligned(source=str(tmp_path / "en" / "train.txt"), target=str(tmp_path / "de" / "train.txt"))
+    source = pairs if most is None else Limited(pairs, most)
+    note_files(source, tmp_path)
+    assert changed_files(source, tmp_path) == ""
+    (tmp_path / "en" / "train.txt").write_text("another line\n")
+    assert changed_files(source, tmp_path) == "; changed: 'source/train.txt'"
 
 
 def test_a_recipe_in_the_runs_own_folder_is_kept(tmp_path):

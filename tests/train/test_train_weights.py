@@ -1,6 +1,7 @@
 """Weights of documents, of their parts and of records, from the file to the loss of every token."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from phylon.data import JsonLines, Loader, PackedRows, Records, Texts, tokenise
 from phylon.ops.loss import IGNORE
 from phylon.spec import UserError
 from phylon.train import NextToken, recipe_from_toml, train
+from phylon.train.objectives.tokens import token_stores
 
 WORDS = "abcdefghij"
 
@@ -176,6 +178,17 @@ def test_records_of_weight_two_are_two_records(tmp_path, kind):
         )
         assert float(weighed.sum) == pytest.approx(total, rel=1e-4)
     assert float(weighed.sum) != pytest.approx(float(objective.losses(model, bare)[name].sum), rel=1e-3)
+
+
+def test_weights_of_held_out_texts_alone_are_refused_too(tmp_path):
+    weighed = lines(tmp_path, ROWS)
+    plain = Texts(("abc", "defghij", "jih"))
+    material = SimpleNamespace(
+        recipe=tiny("denoising"), text=Characters(), training=plain, held_out=weighed, folder=None, say=lambda _: None
+    )
+    with pytest.raises(UserError, match="next_token alone"):
+        token_stores(material, 4)
+    assert token_stores(material, 4, weighs=True)[1].weights is not None
 
 
 def test_what_cannot_weigh_says_so(tmp_path):

@@ -35,7 +35,7 @@ def train(
     allow_changes: Annotated[
         bool, typer.Option("--allow-changes", help="With --resume: go on although the recipe is not the run's.")
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Remove the run in DIR first.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Replace the run in DIR.")] = False,
     prompt: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,22 +53,22 @@ def train(
     """Train a model as a recipe says, or go on training. Ctrl-C saves and leaves."""
     from phylon.spec.errors import UserError
     from phylon.spec.override import parse_assignment
-    from phylon.train import Interrupted, ProgressLine, TensorBoard
+    from phylon.train import Interrupted, ProgressLine, TensorBoard, estimate, load_recipe
     from phylon.train import train as run
 
     if recipe is None and start is None:
         raise UserError("name a recipe ('phylon list recipes', or a TOML file), or a model to go on from with --from")
     overrides = ({} if start is None else {"model.from": start}) | dict(map(parse_assignment, assignments or []))
     check()
-    if only_estimate:
-        from phylon.train import estimate, load_recipe
-
-        print(estimate(load_recipe(recipe or "finetune", overrides), device=device).page())
-        return
-    if out is None:
+    if out is None and not only_estimate:
         raise UserError("give --out DIR, the folder for the log, checkpoints, model and report")
+    loaded = load_recipe(recipe or "finetune", overrides)
+    if only_estimate:
+        print(estimate(loaded, device=device).page())
+        return
+    assert out is not None
     samples = _sampler(prompt or [])
-    watchers = [ProgressLine(), samples, *([TensorBoard(out / "tensorboard")] if tensorboard else [])]
+    board = [TensorBoard(out / "tensorboard")] if tensorboard else []
     try:
         result = run(
             recipe or "finetune",
@@ -78,7 +78,7 @@ def train(
             fresh=fresh,
             allow_changes=allow_changes,
             sample=samples.take,
-            callbacks=watchers,
+            callbacks=[ProgressLine(unit=loaded.objective.counted), samples, *board],
             device=device,
         )
     except Interrupted as stopped:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from phylon.data.documents import Record, digest, file_sums
 from phylon.data.lines import checked, read_lines
-from phylon.data.passed import Empty, Policies, usable
+from phylon.data.passed import Empty, Policies, passed_over, usable
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 
@@ -33,7 +33,8 @@ class Aligned(Policies, frozen=True, kw_only=True):
         return digest("aligned", self.empty, self.unreadable, file_sums(self.files()))
 
     def files(self) -> list[tuple[str, Path]]:
-        return [(path.name, path) for path in (Path(self.source), Path(self.target))]
+        sides = {"source": Path(self.source), "target": Path(self.target)}
+        return [(f"{side}/{path.name}", path) for side, path in sides.items()]
 
     def _lines(self) -> Iterator[tuple[int, str, str]]:
         """The number of a line and what both files hold there, where it is not empty in both."""
@@ -42,7 +43,9 @@ class Aligned(Policies, frozen=True, kw_only=True):
             if one is None or other is None:
                 short, seen = (self.source, other) if one is None else (self.target, one)
                 assert seen is not None
-                raise UserError(f"'{short}' ends after line {seen[0] - 1} and the other file goes on; align them")
+                problem = UserError(f"'{short}' ends after line {seen[0] - 1} and the other file goes on; align them")
+                passed_over(self, problem)
+                return
             if one[1].strip() or other[1].strip():
                 yield one[0], one[1].strip(), other[1].strip()
 

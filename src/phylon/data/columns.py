@@ -53,7 +53,7 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
                             found = True
                             yield Record(row, f"{name}:{number}")
                             number += 1
-            except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+            except (OSError, ValueError, NotImplementedError, TypeError, KeyError) as error:  # bases of pyarrow's own
                 passed_over(self, UserError(f"cannot read '{path}' as Parquet: {_line(error)}"))
         if not found:
             raise UserError(f"'{self.path}' holds no rows")
@@ -85,6 +85,8 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
 
     def records(self) -> Iterator[Record]:
         rows, name = self._open(), Path(self.path).name
+        if not len(rows):
+            raise UserError(f"'{self.path}' holds no rows")
 
         def record(number: int) -> Record:
             try:

@@ -78,9 +78,14 @@ def kind_of(source: DataSource) -> str:
 
 def missing(path: Path, what: str = "no file or folder") -> UserError:
     """That a path names nothing, with the neighbour it nearly names."""
+    return UserError(f"there is {what} '{path}'{near(path)}")
+
+
+def near(path: Path, *more: str) -> str:
+    """The hint where a neighbour (or one of ``more``) has nearly this name; a list of a whole folder is no help."""
     neighbours = [entry.name for entry in path.parent.iterdir()] if os.access(path.parent, os.R_OK | os.X_OK) else []
-    hint = did_you_mean(path.name, neighbours)
-    return UserError(f"there is {what} '{path}'" + (hint if hint.startswith(" (did") else ""))
+    hint = did_you_mean(path.name, [*neighbours, *more])
+    return hint if hint.startswith(" (did") else ""
 
 
 def digest(*parts: object) -> str:

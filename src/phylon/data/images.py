@@ -134,7 +134,8 @@ class ImageArrays(Policies, frozen=True, kw_only=True):
         return digest("arrays", self.classes, self.unreadable, file_sums(self.files()))
 
     def files(self) -> list[tuple[str, Path]]:
-        return [(path.name, path) for path in (Path(self.images), Path(self.labels))]
+        arrays = {"images": Path(self.images), "labels": Path(self.labels)}
+        return [(f"{what}/{path.name}", path) for what, path in arrays.items()]
 
 
 class _FolderImages(Images):

@@ -11,7 +11,7 @@ from phylon.data.weighed import weight_of
 from phylon.spec.errors import UserError, did_you_mean
 
 
-class Records(Protocol):
+class GivesRecords(Protocol):
     """What gives records: a source, or a part of one."""
 
     def records(self) -> Iterator[Record]: ...
@@ -51,7 +51,7 @@ class Answered(NamedTuple):
 
 
 def read_texts(
-    source: Records, text: str, pair: str | None, label: str, weight: str | None = None
+    source: GivesRecords, text: str, pair: str | None, label: str, weight: str | None = None
 ) -> Iterator[LabelledText]:
     """The records of a source as labelled texts; the arguments name its fields."""
 
@@ -63,7 +63,7 @@ def read_texts(
     return usable(source, source.records(), read)
 
 
-def read_words(source: Records, words: str, labels: str, weight: str | None = None) -> Iterator[LabelledWords]:
+def read_words(source: GivesRecords, words: str, labels: str, weight: str | None = None) -> Iterator[LabelledWords]:
     """The records as labelled words: lists in JSON, or words between spaces with as many labels between spaces."""
 
     def read(row: Record) -> LabelledWords:
@@ -79,7 +79,7 @@ def read_words(source: Records, words: str, labels: str, weight: str | None = No
 
 
 def read_answers(
-    source: Records, question: str, context: str, answer: str, start: str, weight: str | None = None
+    source: GivesRecords, question: str, context: str, answer: str, start: str, weight: str | None = None
 ) -> Iterator[Answered]:
     """The records as questions on a context (SQuAD, arXiv:1606.05250).
 

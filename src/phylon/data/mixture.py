@@ -8,7 +8,7 @@ import msgspec
 
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Record, digest
-from phylon.data.passed import usable
+from phylon.data.passed import Policies, usable
 from phylon.data.table import text_of
 from phylon.spec.base import Mechanism, Spec
 from phylon.spec.errors import UserError
@@ -44,10 +44,11 @@ class Task(Spec, frozen=True, kw_only=True):
         return Record(fields, f"{self.name}/{record.name}")
 
 
-class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
+class Mixture(Policies, frozen=True, kw_only=True, tag="mixture"):
     """The records of several tasks as ``input`` (the prefix in front), ``target`` and ``task``; names are unique.
 
-    Their other fields stay. An item that is wrong is passed over or refused as the source of its task says.
+    Their other fields stay. An item in which a task's fields are wrong is passed over or refused as the source of the
+    task says; one that the objective cannot use, as the mixture does.
     """
 
     tasks: tuple[Task, ...]
@@ -72,7 +73,7 @@ class Mixture(Mechanism, DataSource, frozen=True, kw_only=True, tag="mixture"):
 
     def fingerprint(self) -> str:
         parts = [(t.name, t.input, t.target, t.prefix, t.source.fingerprint()) for t in self.tasks]
-        return digest("mixture", parts)
+        return digest("mixture", parts, self.empty, self.unreadable)
 
     def files(self) -> list[tuple[str, Path]]:
         return [(f"{task.name}/{name}", path) for task in self.tasks for name, path in task.source.files()]

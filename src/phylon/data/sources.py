@@ -8,16 +8,18 @@ from pathlib import Path
 
 from phylon.data.columns import Parquet
 from phylon.data.corpus import PythonCorpus
-from phylon.data.documents import DataSource, Document, digest, file_sums, missing, read_utf8
+from phylon.data.documents import DataSource, Document, digest, file_sums, missing, near, read_utf8
 from phylon.data.lines import json_object, read_lines
 from phylon.data.passed import Empty, Policies, Policy, usable
 from phylon.data.weighed import document_of
 from phylon.spec.base import Mechanism
-from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 
 TEXT_PATTERNS = ("*.txt", "*.md", "*.py")
-ACCEPTED = '"python" (the standard library), a .txt, .md, .py, .jsonl or .parquet file, or a folder of text files'
+ACCEPTED = (
+    '"python" (the standard library), a .txt, .md, .py, .jsonl, .jsonl.gz or .parquet file, or a folder of text files'
+)
 
 
 class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
@@ -102,8 +104,7 @@ class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
         if not root.exists():
             raise missing(root, "no folder")
         if not root.is_dir():
-            what = "is no folder but a file" if root.exists() else "does not exist; give a folder of text files"
-            raise UserError(f"the data folder '{root}' {what}")
+            raise UserError(f"the data folder '{root}' is no folder but a file")
         found, others = [], Counter[str]()
         for folder, folders, names in os.walk(root, onerror=_refuse):
             folders[:] = [name for name in folders if not name.startswith(".")]
@@ -161,9 +162,10 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
 
 
 def open_source(name: str | Path) -> DataSource:
-    """The source a name stands for: ``python``, a ``.txt``, ``.md`` or ``.py`` file, a ``.jsonl`` file, or a folder.
+    """The source a name stands for: ``python``, a file, or a folder of text files.
 
-    Only the kind is decided here; contents are read (and found bad) when the documents are asked for.
+    Files are ``.txt``, ``.md`` or ``.py``, ``.jsonl`` (also ``.jsonl.gz``) or ``.parquet``. Only the kind is decided
+    here; contents are read (and found bad) when the documents are asked for.
     """
     if name == "python":
         return PythonCorpus()
@@ -175,7 +177,7 @@ def open_source(name: str | Path) -> DataSource:
     except (OSError, RuntimeError) as error:  # too long for a name, not permitted, no such home
         raise UserError(f"cannot read the data '{str(name)[:80]}' ({error.args[-1]}); give {ACCEPTED}") from error
     if missing:
-        raise UserError(f"there is no data '{name}'{_near(path)}; give {ACCEPTED}")
+        raise UserError(f"there is no data '{name}'{near(path, 'python')}; give {ACCEPTED}")
     if path.is_dir():
         return TextFolder(path=str(path))
     suffix = path.suffix.lower()
@@ -186,13 +188,6 @@ def open_source(name: str | Path) -> DataSource:
     if f"*{suffix}" in TEXT_PATTERNS:
         return TextFile(path=str(path))
     raise UserError(f"cannot tell what kind of data '{name}' is; give {ACCEPTED}")
-
-
-def _near(path: Path) -> str:
-    """The hint where a neighbour (or the embedded corpus) has nearly this name; a list of a whole folder is no help."""
-    neighbours = [entry.name for entry in path.parent.iterdir()] if os.access(path.parent, os.R_OK | os.X_OK) else []
-    hint = did_you_mean(path.name, [*neighbours, "python"])
-    return hint if hint.startswith(" (did") else ""
 
 
 register(Texts, paper="none", cases=lambda: [Texts(("a", "b")), Texts(("ab",), repeat=3)])

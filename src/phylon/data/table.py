@@ -130,6 +130,11 @@ class Records(Policies, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.rows or self.repeat < 1:
             raise UserError("rows must hold at least one record, and repeat must be at least 1")
+        for index, fields in enumerate(self.rows):
+            for name, value in fields.items():
+                if not _is_plain(value):
+                    kinds = "text, a number, true or false, or a list or table of these"
+                    raise UserError(f"record:{index}: the field '{name}' must be {kinds}, got {value!r}")
 
     def records(self) -> Iterator[Record]:
         for index, fields in enumerate(self.rows * self.repeat):
@@ -137,6 +142,13 @@ class Records(Policies, frozen=True, kw_only=True):
 
     def fingerprint(self) -> str:
         return digest("records", self.rows, self.repeat, self.empty, self.unreadable)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it."""
+    if isinstance(value, list | tuple | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str | int | float)
 
 
 register(

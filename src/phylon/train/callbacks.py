@@ -15,7 +15,7 @@ class Callback:
         """The loop begins (or goes on) at ``run.step``."""
 
     def record(self, record: Record, run: RunState) -> None:
-        """A line of the log, as it is written ("step", "eval", "samples", "skipped", "plan", "resumed", "end")."""
+        """A line of the log, as it is written: a step, an evaluation and the other kinds of ``MetricsFile``."""
 
     def said(self, message: str) -> None:
         """A sentence for the user: a checkpoint saved, a change named."""

@@ -236,8 +236,10 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
 
 def _steps(recipe: Recipe, loader: Batches) -> int:
     """The updates of the run; ``loader`` has at least two rows a batch, the run may have one."""
-    one = recipe.run.epochs is not None and recipe.run.batch_size == 1 and isinstance(loader, Loader)
-    return recipe.run.epochs * loader.order.n_rows if one else with_epochs(recipe, loader).run.steps
+    epochs = recipe.run.epochs
+    if epochs is not None and recipe.run.batch_size == 1 and isinstance(loader, Loader):
+        return epochs * loader.one_pass
+    return with_epochs(recipe, loader).run.steps
 
 
 def _rows(batch: Batch) -> int:

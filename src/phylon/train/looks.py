@@ -25,10 +25,10 @@ class Looks(Session):
         check_average(run)
         warmup = self.recipe.schedule.warmup
         if self.budget is None and self.recipe.schedule.total is None and warmup >= run.steps:
-            reached = max(self.recipe.schedule.ratio(step, run.steps) for step in range(run.steps))
+            reached = self.recipe.schedule.ratio(run.steps - 1, run.steps)
             self._say(
-                f"schedule.warmup is {warmup} and the run has {run.steps} steps: the rate rises to {reached:.0%} of "
-                "optim.lr and no further"
+                f"schedule.warmup is {warmup:,} and the run has {run.steps:,} steps: the rate rises to {reached:.0%} "
+                "of optim.lr and no further"
             )
         if run.best is not None and self.held_out is not None:
             check_metric(run.best, self._measure(first_rows(self.held_out(), TRIED_ROWS)))

@@ -8,7 +8,6 @@ from phylon.data import DataSource, Document, PythonCorpus, Record, Source
 from phylon.model import Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
-from phylon.train.final import with_epochs
 from phylon.train.machine import check_threads, resolve_precision
 from phylon.train.objectives.base import Feed, Material, Say
 from phylon.train.parallel import check_parallel
@@ -81,21 +80,9 @@ def prepare(
         say=say,
     )
     feed = objective.feed(material)
-    _say_of_warmup(with_epochs(recipe, feed.loader), say)
     model = _model(recipe, spec, tokenizer, device, say, resume=resume)
-    model.labels = {**model.labels, **feed.labels}
+    model.labels = {head: names for head, names in {**model.labels, **feed.labels}.items() if names}
     return Prepared(tokenizer, feed, model)
-
-
-def _say_of_warmup(recipe: Recipe, say: Say) -> None:
-    """A warmup that the run does not get through is most often a mistake; a timed run shortens its own."""
-    steps, warmup = recipe.run.steps, recipe.schedule.warmup
-    if recipe.run.max_minutes is None and warmup >= steps:
-        share = recipe.schedule.ratio(steps - 1, steps)
-        say(
-            f"schedule.warmup {warmup:,} is not over after the {steps:,} steps of the run, "
-            f"whose rate ends at {share:.2g} of optim.lr; lower it"
-        )
 
 
 def recipe_source(data: DataRecipe) -> Source:
@@ -130,6 +117,9 @@ class Limited:
 
     def fingerprint(self) -> str:
         return f"{self.source.fingerprint()}-{self.max_bytes}"
+
+    def files(self) -> list[tuple[str, Path]]:
+        return self.source.files()
 
     def _within(self, items: Iterator, size: Callable[..., int]) -> Iterator:
         left = self.max_bytes

@@ -1,4 +1,4 @@
-"""A live line on standard error (step, loss, tokens/s, time left); plain lines where that is no terminal."""
+"""A live line on standard error (step, loss, speed, time left); plain lines where that is no terminal."""
 
 import sys
 import time
@@ -15,9 +15,10 @@ SMOOTHING = 0.9
 
 
 class ProgressLine(Callback):
-    """Shows a run while it goes. ``console`` defaults to standard error."""
+    """Shows a run while it goes. ``console`` defaults to standard error; ``unit`` is what the objective counts."""
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, *, unit: str = "token") -> None:
+        self.unit = unit
         self.console = console or Console(file=sys.stderr, highlight=False)
         self.live = self.console.is_terminal
         self.loss: float | None = None
@@ -73,7 +74,7 @@ class ProgressLine(Callback):
         if self.held_out is not None:
             parts.append(f"held-out {self.held_out:.2f}")
         if self.speed is not None:
-            parts.append(f"{self.speed:,.0f} tokens/s")
+            parts.append(f"{self.speed:,.0f} {self.unit}s/s")
         if self.utilisation is not None:
             parts.append(f"{100 * self.utilisation:.0f} % of the machine")
         steps, seconds = run.step - self._from[0], time.monotonic() - self._from[1]

@@ -32,9 +32,10 @@ def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, 
     records = _as_it_counted(records)
     steps, evals, samples = (_of_kind(records, kind) for kind in ("step", "eval", "samples"))
     n_params = sum(p.numel() for p in model.parameters())
+    figures = "".join(_tile(*tile) for tile in _figures(records, n_params, recipe.objective.counted))
     body = [
         f"<header><h1>{escape(name)}</h1><p>{escape(_subtitle(recipe, n_params))}</p></header>",
-        f'<div class="tiles">{"".join(_tile(*tile) for tile in _figures(records, n_params))}</div>',
+        f'<div class="tiles">{figures}</div>',
         _section("Loss", f'<div class="card">{_loss_chart(steps, evals)}</div>' if steps else ""),
         _section("Final samples", "".join(f'<div class="card"><pre>{escape(t)}</pre></div>' for t in _final(samples))),
         _section("Samples while it learned", _earlier(samples)),
@@ -101,14 +102,14 @@ def _undone(record: Record, to: int) -> bool:
     return record["step"] >= to + (record["kind"] != "step")
 
 
-def _figures(records: list[Record], n_params: int) -> Iterable[tuple[str, str]]:
+def _figures(records: list[Record], n_params: int, unit: str) -> Iterable[tuple[str, str]]:
     steps, evals, ends = (_of_kind(records, kind) for kind in ("step", "eval", "end"))
     yield f"{n_params:,}", "parameters"
     if steps:
         last = steps[-1]
         yield f"{last['step'] + 1:,}", "steps"
-        yield f"{last['tokens']:,}", "tokens seen"
-        yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", "tokens/s (median)"
+        yield f"{last['tokens']:,}", f"{unit}s seen"
+        yield f"{median(r['tokens_per_s'] for r in steps):,.0f}", f"{unit}s/s (median)"
         yield _clock(last["seconds"]), "until the last step"
         if ends:
             yield _clock(ends[-1]["seconds"]), "in all"

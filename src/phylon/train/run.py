@@ -64,7 +64,7 @@ def train(
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
     ``model/`` and ``report.html``; with LoRA ``adapter/`` as well, and ``model/`` holds the merged weights. ``resume``
     goes on from the latest checkpoint; a recipe that differs from the run's is refused with its differences unless
-    ``allow_changes``, and where nothing can make them on the way. ``fresh`` replaces the run in ``out``, once nothing is
+    ``allow_changes``, and where nothing can make them on the way. ``fresh`` replaces the run in ``out`` once nothing is
     found wrong with the new one and its data are prepared. A folder in which another process trains is refused.
     ``sample`` gives texts of the model now and then (or none), where the objective does not.
 

@@ -38,6 +38,5 @@ def _listed(names: list[str]) -> str:
 
 
 def _sums(source: Source) -> dict[str, str]:
-    inner = getattr(source, "source", source)  # of a source that is cut to data.max_bytes
-    files = inner.files() if hasattr(inner, "files") else []
+    files = source.files() if hasattr(source, "files") else []
     return {name: total for name, _, total in file_sums(files)}

@@ -56,7 +56,8 @@ class Material:
 class Feed(NamedTuple):
     """The batches of a run: training, held-out (``None`` where nothing is held out), and what samples show.
 
-    ``labels``: the names of the classes that the data have, by head; the trained model is saved with them.
+    ``labels``: the names of the classes that the data have, by head, none where these are numbers; the trained model is
+    saved with them.
     """
 
     loader: Batches

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from phylon.data.labelled import (
     Classes,
+    GivesRecords,
     LabelledText,
     LabelledWords,
-    Records,
     class_number,
     read_texts,
     read_words,
@@ -120,8 +120,8 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         return None if numbers else classes
 
     def named(self, feed: Feed, classes: Classes | None) -> Feed:
-        """The feed with the names of the classes."""
-        return feed if classes is None else feed._replace(labels={self.head: classes.names})
+        """The feed with the names of the classes; none where labels are numbers, whatever the model called them."""
+        return feed._replace(labels={self.head: () if classes is None else classes.names})
 
     def number(self, material: Material, classes: Classes | None, label: Any, where: str) -> int:
         """The number of a label."""
@@ -157,7 +157,7 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
         made = {which: list(usable(source, rows[which], example)) for which, source in parts(material)}
         return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
 
-    def _read(self, source: Records) -> Iterator[LabelledText]:
+    def _read(self, source: GivesRecords) -> Iterator[LabelledText]:
         return read_texts(source, self.text, self.pair, self.label, self.weight)
 
     def _example(self, material: Material, row: LabelledText, target: np.ndarray) -> Arrays:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phylon.account.flops import Pass
 from phylon.data.documents import Record
-from phylon.data.labelled import Records
+from phylon.data.labelled import GivesRecords
 from phylon.data.passed import usable
 from phylon.data.table import text_of
 from phylon.data.weighed import weight_of
@@ -81,7 +81,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         made = {which: self._examples(material, source) for which, source in parts(material)}
         return shuffled_feed(material, made["training"], made.get("held-out"))
 
-    def _examples(self, material: Material, source: Records) -> list[Arrays]:
+    def _examples(self, material: Material, source: GivesRecords) -> list[Arrays]:
         most = material.recipe.data.seq_len
 
         def example(record: Record) -> Arrays:

@@ -122,7 +122,8 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
         loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
-        labels = {self.head: images.classes} if set(images.classes) != set(map(str, range(len(images.classes)))) else {}
+        numbers = set(images.classes) == set(map(str, range(len(images.classes))))
+        labels = {self.head: () if numbers else images.classes}
         if not share:
             return Feed(loader, labels=labels)
         kept = _Chosen(images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)

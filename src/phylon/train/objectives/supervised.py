@@ -8,7 +8,7 @@ import numpy as np
 from phylon.data import Source
 from phylon.data.buckets import LengthLoader, PaddedLoader, examples_digest, padded
 from phylon.data.documents import Record
-from phylon.data.labelled import Records
+from phylon.data.labelled import GivesRecords
 from phylon.data.passed import Empty, usable
 from phylon.data.split import split_records
 from phylon.data.table import value_of
@@ -82,7 +82,7 @@ class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
         return example | {"weights": np.full(np.shape(example["targets"]), weight, np.float32)}
 
 
-def parts(material: Material) -> Iterator[tuple[str, Records]]:
+def parts(material: Material) -> Iterator[tuple[str, GivesRecords]]:
     """The parts of the data by name: "training", and "held-out" where there is one."""
     for which, source in (("training", material.training), ("held-out", material.held_out)):
         if source is not None:

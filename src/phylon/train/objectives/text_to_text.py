@@ -9,7 +9,7 @@ import numpy as np
 
 from phylon.data.buckets import PaddedLoader
 from phylon.data.documents import Record
-from phylon.data.labelled import Records
+from phylon.data.labelled import GivesRecords
 from phylon.data.mixture import Mixture
 from phylon.data.passed import usable
 from phylon.data.table import text_of
@@ -108,7 +108,7 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         shown = [(e["source"].tolist(), e["targets"].tolist()) for e in spread(held, N_SHOWN)]
         return Feed(loader, padded_batches(held), lambda model: self._samples(model, shown))
 
-    def _tasks(self, material: Material, source: Records) -> dict[str, list[Arrays]]:
+    def _tasks(self, material: Material, source: GivesRecords) -> dict[str, list[Arrays]]:
         """The examples of every task, in the order of their first record."""
         tokenizer, found = material.text, dict[str, list[Arrays]]()
         for rows in _batches(usable(source, source.records(), self._row)):

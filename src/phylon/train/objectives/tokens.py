@@ -115,7 +115,8 @@ def token_stores(
     held = material.held_out
     held = None if held is None else tokenise(held, material.text, material.folder, end=end)
     if not weighs:
-        refuse_weights(store)
+        for part in (store, held):
+            refuse_weights(part)
     if held is None and data.held_out:
         store, held = _cut(store, row, data.held_out)
     material.say(
@@ -124,9 +125,9 @@ def token_stores(
     return store, held
 
 
-def refuse_weights(store: TokenStore) -> None:
+def refuse_weights(store: TokenStore | None) -> None:
     """For an objective that draws its targets itself, and has no weights for them."""
-    if store.weights is not None:
+    if store is not None and store.weights is not None:
         raise UserError("these data weigh their tokens, which next_token alone learns by; leave the weights out")
 
 

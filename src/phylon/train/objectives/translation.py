@@ -8,7 +8,7 @@ import torch
 
 from phylon.data.buckets import BucketLoader
 from phylon.data.documents import Record
-from phylon.data.labelled import Records
+from phylon.data.labelled import GivesRecords
 from phylon.data.passed import usable
 from phylon.data.table import text_of
 from phylon.data.weighed import weight_of
@@ -110,7 +110,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         sources = [example["source"].tolist() for example in spread(held, N_SAMPLES)]
         return Feed(loader, padded_batches(held), lambda model: self._samples(model, sources))
 
-    def _examples(self, material: Material, source: Records, which: str) -> list[Arrays]:
+    def _examples(self, material: Material, source: GivesRecords, which: str) -> list[Arrays]:
         """Both sides as ids: the source as ``generate`` reads it, the target behind the start id and with its end."""
         tokenizer, most = material.text, material.recipe.data.seq_len
         pairs = list(usable(source, source.records(), self._pair))
