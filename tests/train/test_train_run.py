@@ -244,6 +244,14 @@ def test_a_run_that_another_process_began_meanwhile_stays(tmp_path, monkeypatch,
     assert (out / "recipe.toml").read_text() == "its recipe"
 
 
+def test_a_resumption_that_cannot_begin_removes_nothing(tmp_path):
+    Lock(tmp_path).claim()
+    (tmp_path / "recipe.toml").write_text("of a run without a checkpoint yet")
+    with pytest.raises(UserError, match="acuracy"):
+        train(recipe_from_toml(SMALL), out=tmp_path, overrides={"run.best": "acuracy"}, resume=True, device="cpu")
+    assert (tmp_path / "recipe.toml").read_text() == "of a run without a checkpoint yet"
+
+
 def test_what_a_resumption_cannot_change_is_refused_before_any_work(tmp_path, monkeypatch):
     recipe, short = recipe_from_toml(SMALL), {"run.steps": 2}
     train(recipe, out=tmp_path, overrides=short, device="cpu")
