@@ -246,7 +246,7 @@ def test_train_samples_resumes_and_starts_afresh(run: Callable, tmp_path: Path) 
     assert all(isinstance(text, str) and text for text in samples[0]["texts"])
     again = run("train", "tinygpt", *small)
     assert again.code == 2
-    assert "--resume goes on with it, --fresh removes it" in again.err
+    assert "--resume goes on with it, --fresh replaces it" in again.err
     (tmp_path / "run/mine.txt").write_text("kept")
     assert run("train", "tinygpt", *small, "--fresh").code == 0
     assert (tmp_path / "run/mine.txt").read_text() == "kept"
