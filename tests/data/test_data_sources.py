@@ -100,7 +100,7 @@ def test_what_is_missing_empty_or_of_another_kind(tmp_path, folder):
     refused(str(folder / "a/empty.txt"), "empty.txt' is empty")
     refused(TextFile(path=str(folder / "gone.txt")), "cannot read", "gone.txt")
     refused(TextFolder(path=str(folder / "b.txt")), "is no folder but a file")
-    refused(TextFolder(path=str(folder / "gone")), "does not exist")
+    refused(TextFolder(path=str(folder / "gone")), "there is no folder", "gone")
     refused(TextFolder(path=str(folder), patterns=("*.rst",)), "*.rst", "it holds", "2 .txt", "1 .png")
     refused(
         TextFolder(path=str(folder), patterns=("empty*",)), "nothing of the data can be used", "empty.txt' is empty"
