@@ -15,7 +15,7 @@ import torch
 
 import phylon
 from phylon.generate import encode
-from phylon.generate.encode import _padded, _pooled
+from phylon.generate.encode import _pooled, padded
 from phylon.model import Model
 
 BATCH_TOKENS, SHORTEST, LONGEST = 4096, 8, 128
@@ -29,7 +29,7 @@ def in_given_order(model: Model, texts: list[str]) -> torch.Tensor:
     step = BATCH_TOKENS // LONGEST
     found = []
     for start in range(0, len(rows), step):
-        tokens, segments = _padded(rows[start : start + step], model.device)
+        tokens, segments = padded(rows[start : start + step], model.device)
         hidden = model(tokens, segments=segments, logits="none").hidden
         found.append(_pooled(hidden, segments, "mean"))
     return torch.nn.functional.normalize(torch.cat(found), dim=-1)

@@ -203,7 +203,7 @@ def test_the_page_of_verify_keeps_its_columns_apart_and_says_what_it_judges() ->
     cells = [{"name": name, "passed": False, "error": 0.5, "bound": 1e-5, "reason": None} for name in names]
     data = {"model": "m", "dtype": "float32", "inputs": "images", "lengths": [5], "cells": cells, "passed": False}
     lines = page(data).splitlines()
-    assert lines[0] == "m: float32, images of 5 tokens"
+    assert lines[0] == "m: float32, 1 image of 5 tokens"
     assert [line.split()[:2] for line in lines[2:4]] == [[name, "FAILED"] for name in names]
     assert len({line.index("FAILED") for line in lines[2:4]}) == 1
     assert "not the values" in lines[-2]

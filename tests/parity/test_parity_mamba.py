@@ -211,8 +211,8 @@ def test_presets_have_the_papers_counts(name: str) -> None:
         ("mamba", {"model_type": "mamba2"}, "lacks 'num_heads'"),
         ("mamba2", {"expand": 3}, "num_heads x head_dim must be expand x hidden_size"),
         ("mamba2", {"n_groups": 4}, "n_heads 6 must be a multiple of n_groups 4"),
-        ("mamba2", {"time_step_limit": [0.1]}, "'time_step_limit' must be two numbers"),
-        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "0 <= dt_low <= dt_high"),
+        ("mamba2", {"time_step_limit": [0.1]}, "'time_step_limit' is [0.1]; it must be two numbers"),
+        ("mamba2", {"time_step_limit": [0.5, 0.1]}, "the lower one first"),
     ],
 )
 def test_configurations_that_do_not_fit(kind: str, change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -186,7 +186,6 @@ def test_the_released_configuration_is_the_preset() -> None:
     ("change", "words"),
     [
         ({"router_dtype": "bfloat16"}, "router_dtype"),
-        ({"tie_word_embeddings": False}, "no release does"),
         ({"num_sparse_encoder_layers": 3}, "there are 2 layers"),
         ({"encoder_sparse_step": 1}, "encoder_sparse_step"),
         ({"dense_act_fn": "gated-gelu"}, "unknown activation 'gated-gelu'"),

@@ -83,7 +83,8 @@ def given_back(model, architecture: str, folder: Path, computed: str = "embed_po
     """Every tensor bit for bit, the same class, and the same model again."""
     phylon.save(model, folder / "b", format="hf")
     theirs, ours = (load_file(folder / name / "model.safetensors") for name in "ab")
-    assert {n for n in theirs if computed not in n} == ours.keys()
+    # Marian's tables are compared and given back, RoFormer's are computed.
+    assert {n for n in theirs if computed not in n or n in ours} == ours.keys()
     assert all(torch.equal(theirs[n], ours[n]) for n in ours)
     assert json.loads((folder / "b/config.json").read_text())["architectures"] == [architecture]
     assert phylon.load(folder / "b", device="cpu").spec == model.spec

@@ -134,7 +134,7 @@ class Subject(ABC):
 
     @cached_property
     def wide(self) -> Model:
-        """A second copy of the model in higher precision: fp64, fp32 for low precision."""
+        """A second copy of the model in higher precision, kept from then on: fp64, fp32 for low precision."""
         low = self.model.dtype not in TIGHT
         return copy.deepcopy(self.model).to(torch.float32 if low else torch.float64)
 
@@ -168,7 +168,7 @@ S = TypeVar("S", bound=Subject)
 
 @contextmanager
 def moved(model: Model, seed: int, dtype: torch.dtype) -> Generator[None]:
-    """Inside, what every stack embeds is off by at most a rounding of ``dtype``, by the same factors for one seed.
+    """Inside, what every stack embeds is off by at most two roundings of ``dtype``, by the same factors for one seed.
 
     The roundings behind it are then other ones, and the results of a model in two precisions are still comparable.
     """
@@ -176,7 +176,8 @@ def moved(model: Model, seed: int, dtype: torch.dtype) -> Generator[None]:
 
     def move(module: nn.Module, given: Any, out: Tensor) -> Tensor:
         noise = torch.rand(out.shape, generator=generator, dtype=torch.float64).to(out.device)
-        return (out * (1 + eps * (2 * noise - 1))).to(out.dtype)
+        # What both store is a number of the narrower dtype: rounding it in one of them only would be another error.
+        return (out * (1 + eps * (4 * noise - 2))).to(dtype).to(out.dtype)
 
     stacks = [getattr(model, name) for name in model.spec.stacks]
     handles = [stack.embed.register_forward_hook(move) for stack in stacks]

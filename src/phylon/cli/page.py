@@ -31,7 +31,7 @@ class _Page:
 
     def lines(self, name: str) -> Iterator[str]:
         total = f"{sum(self.sizes.values()):,} parameters"
-        yield f"{name}{total:>{WIDTH - len(name)}}"
+        yield f"{name}  {total:>{max(0, WIDTH - 2 - len(name))}}"
         yield from _origin(name)
         limit = () if self.spec.max_seq_len is None else (f"at most {self.spec.max_seq_len} tokens",)
         yield ", ".join([*limit, f"drawn by {in_words(self.spec.init)}"])

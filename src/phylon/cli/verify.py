@@ -56,8 +56,10 @@ def page(data: dict[str, Any]) -> str:
     """A line a cell, and the verdict."""
     width = max(30, *(len(cell["name"]) + 2 for cell in data["cells"]))
     lengths = sorted(set(data["lengths"]), key=data["lengths"].index)
-    count = f"{len(data['lengths'])} {data['inputs']} of {', '.join(map(str, lengths))} tokens"
-    lines = [f"{data['model']}: {data['dtype']}, {count}{' each' if len(lengths) == 1 else ''}", ""]
+    what = data["inputs"] if len(data["lengths"]) > 1 else data["inputs"].removesuffix("s")
+    each = " each" if len(data["lengths"]) > len(lengths) == 1 else ""
+    count = f"{len(data['lengths'])} {what} of {', '.join(map(str, lengths))} tokens{each}"
+    lines = [f"{data['model']}: {data['dtype']}, {count}", ""]
     for cell in data["cells"]:
         mark = {True: "ok", False: "FAILED", None: "-"}[cell["passed"]]
         figures = "" if cell["error"] is None else f"error {cell['error']:.1e}"

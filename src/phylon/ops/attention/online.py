@@ -21,7 +21,7 @@ _BLOCKS = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128), (64, 64))
 _SMALL = 2**16
 """Scores of a head that are one tile."""
 _COPIES = 24 * 2**20
-"""Bytes that a step's keys and values in fp32, where they are not so already, and their gradients may take."""
+"""Bytes that the gradients of a step's keys and values may take, and the copies of those that are not fp32 already."""
 _STEP = 40_000
 """What a step costs besides its scores, in scores: some ten operations of a few microseconds each."""
 
