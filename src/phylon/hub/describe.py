@@ -18,8 +18,8 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.serial import check_schema, from_data
 
 NATIVE_CONFIG = "phylon.json"
-# Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has: whether
-# a text is of one class or of several.
+# Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has:
+# whether a text is of one class or of several.
 _KEPT = ("tie_word_embeddings", "scale_decoder_outputs", "qa_dropout", "seq_classif_dropout", "problem_type")
 
 

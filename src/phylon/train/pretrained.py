@@ -48,7 +48,7 @@ def load_start(table: dict[str, Any], spec: ModelSpec, seed: int, device: str) -
     dtype = table.get("dtype", "float32")
     loaded = hub.load(table["from"], dtype=dtype, device=device)
     loaded.train()
-    # What is trained here gives a text one class, whatever it was before.
+    # No objective here trains several classes of one text, whatever the file says.
     loaded.kept.pop("problem_type", None)
     if spec == loaded.spec:
         return loaded
