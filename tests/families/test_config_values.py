@@ -158,3 +158,17 @@ def test_what_must_be_empty(name: str, key: str, value: Any) -> None:
         assert read(name, said | {key: empty}) == read(name, said)
     with pytest.raises(UserError, match=f"'{key}' is .* not supported"):
         read(name, said | {key: value})
+
+
+def test_nulls_of_a_table_and_of_deepseeks_heads_say_nothing() -> None:
+    said = {k: v for k, v in said_by("llama").items() if k not in ("rope_scaling", "rope_parameters")}
+    linear, plain = {"rope_type": "linear", "factor": 2.0}, read("llama", said)
+    scaled = read("llama", said | {"rope_scaling": linear})
+    assert scaled != plain
+    for table in (linear | {"type": None, "beta_fast": None}, {"type": "linear", "rope_type": None, "factor": 2.0}):
+        assert read("llama", said | {"rope_scaling": table}) == scaled
+        assert read("llama", said | {"rope_parameters": table}) == scaled
+    assert read("llama", said | {"rope_parameters": {"rope_type": None, "rope_theta": None}}) == plain
+    with pytest.raises(UserError, match="factor"):
+        read("llama", said | {"rope_scaling": linear | {"factor": None}})
+    assert read("deepseek", said_by("deepseek") | {"head_dim": None}) == read("deepseek", said_by("deepseek"))

@@ -1,6 +1,7 @@
 """What a file says of heads it lacks is saved again; a refusal names the file, and the other family before any fix."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from phylon.families import family
 from phylon.families.bert import bert_spec
 from phylon.families.distilbert import distilbert_spec
 from phylon.families.roberta import roberta_spec
+from phylon.families.transformer2017 import transformer2017_spec
 from phylon.families.vit import vit_spec
 from phylon.hub import load, save
 from phylon.spec.errors import UserError
@@ -56,6 +58,69 @@ def test_rates_of_distilbert(head: str, tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(said(folder) | rates))
     save(load(folder, device="cpu"), tmp_path / "b", format="hf")
     assert rates.items() <= said(tmp_path / "b").items()
+
+
+@pytest.mark.parametrize("name", ["T5EncoderModel", "T5Model"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_headless_t5_says_one_thing_of_its_head(name: str, tied: bool, tmp_path: Path) -> None:
+    whole = family("t5").cases()[0]
+    spec = whole.replace(heads={}, ties=tuple(tie for tie in whole.ties if not tie.name.startswith("heads.")))
+    spec = spec.replace(decoder=None, ties=()) if name == "T5EncoderModel" else spec
+    folder = hf_folder(tmp_path / "a", spec)
+    silent = said(folder)
+    assert not {"tie_word_embeddings", "scale_decoder_outputs"} & silent.keys()
+    for told in ({"tie_word_embeddings": tied}, {"tie_word_embeddings": True, "scale_decoder_outputs": tied}):
+        (folder / "config.json").write_text(json.dumps(silent | told))
+        model = load(folder, device="cpu")
+        assert model.spec.heads == {}
+        again = said(save(model, tmp_path / "b", format="hf", replace=True))
+        assert {key: again[key] for key in again if key in ("tie_word_embeddings", "scale_decoder_outputs")} == told
+
+
+def test_kept_keys_pass_through_a_native_folder(tmp_path: Path) -> None:
+    kept = {"tie_word_embeddings": False, "problem_type": "multi_label_classification"}
+    folder = hf_folder(tmp_path / "a", TINY.replace(heads={}, ties=()))
+    (folder / "config.json").write_text(json.dumps(said(folder) | kept))
+    native = save(load(folder, device="cpu"), tmp_path / "b")
+    model = load(native, device="cpu")
+    assert model.kept == kept
+    assert kept.items() <= said(save(model, tmp_path / "c", format="hf")).items()
+    data = json.loads((native / "phylon.json").read_text())
+    for wrong, match in (
+        ([], "'kept' must be a table"),
+        ({"problem_typ": 1}, r"unknown key 'kept.problem_typ'.*did you mean 'problem_type'"),
+    ):
+        (native / "phylon.json").write_text(json.dumps(data | {"kept": wrong}))
+        with pytest.raises(UserError, match=match) as caught:
+            load(native, device="cpu")
+        assert "phylon.json" in one_line(caught)
+
+
+@pytest.mark.parametrize("shape", [(36, 24), (1, 24)])
+def test_an_untied_marian_with_a_shared_table_of_another_shape(shape: tuple[int, int], tmp_path: Path) -> None:
+    size = {"d_model": 24, "n_layers": 1, "n_heads": 3, "vocab_size": 37, "max_seq_len": 16}
+    spec = transformer2017_spec(**size, tied=False, sinusoids="halves", head_bias=True)
+    folder = hf_folder(tmp_path / "a", spec)
+    source = open_safetensors(folder)
+    tensors = {name: source.read(name).clone() for name in source.tensors if "embed_tokens" not in name}
+    shared = next(name for name in tensors if "shared" in name)
+    write_safetensors(folder / "model.safetensors", tensors)
+    load(folder, device="cpu")
+    write_safetensors(folder / "model.safetensors", tensors | {shared: torch.zeros(shape)})
+    with pytest.raises(UserError, match=re.escape(f"'{shared}' is {shape}, the model needs (37, 24)")) as caught:
+        load(folder, device="cpu")
+    one_line(caught)
+
+
+@pytest.mark.parametrize("make", [bert_spec, roberta_spec])
+def test_a_bias_of_masked_words_is_unexpected_where_no_head_has_it(make, tmp_path: Path) -> None:
+    name = {bert_spec: "cls.predictions.bias", roberta_spec: "lm_head.bias"}[make]
+    folder = hf_folder(tmp_path / "a", make(d_model=24, n_layers=1, n_heads=3, vocab_size=37, heads=("class",)))
+    source = open_safetensors(folder)
+    tensors = {name: source.read(name).clone() for name in source.tensors}
+    write_safetensors(folder / "model.safetensors", tensors | {name: torch.zeros(37)})
+    with pytest.raises(UserError, match=name):
+        load(folder, device="cpu")
 
 
 def test_what_no_longer_fits_is_not_kept(tmp_path: Path) -> None:

@@ -69,10 +69,19 @@ def test_names_that_do_not_fit_are_refused(labels, message, tmp_path):
     assert "phylon.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("table", [{"0": "a", "1": "b", "7": "c"}, {"0": "a", "1": None, "2": "c"}])
-def test_a_table_with_holes_is_refused(table, tmp_path):
+@pytest.mark.parametrize(
+    ("table", "names"),
+    [
+        ({"0": 0, "1": 1, "2": 2.5}, ("0", "1", "2.5")),
+        ({"1": "a", "2": "b", "3": "c"}, None),
+        ({"0": "a", "1": "b", "7": "c"}, None),
+        ({"0": "a", "1": None, "2": "c"}, None),
+    ],
+)
+def test_numbers_are_names_and_a_table_with_holes_is_only_counted(table, names, tmp_path):
     folder = save(build(SPECS["bert"](), device="cpu"), tmp_path / "model", format="hf")
     config = json.loads((folder / "config.json").read_text("utf-8")) | {"id2label": table}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    with pytest.raises(UserError, match=r"'id2label' must give a name to each class"):
-        load(folder, device="cpu")
+    model = load(folder, device="cpu")
+    assert model.labels == ({} if names is None else {"class": names})
+    assert model.spec == SPECS["bert"]()

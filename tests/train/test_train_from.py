@@ -153,3 +153,18 @@ def test_a_model_without_a_tokenizer_says_how_to_name_one(tmp_path, base):
     hub.load(base, device="cpu").tokenizer.save(tmp_path / "tok")
     named = {"model.from": str(bare), "data.tokenizer": {"kind": "load", "path": str(tmp_path / "tok")}}
     train(written(tmp_path), overrides=named, out=tmp_path / "run", device="cpu")
+
+
+def test_what_the_model_kept_stays_but_for_the_kind_of_classes(tmp_path, base):
+    model = hub.load(base, device="cpu")
+    model.kept = {"tie_word_embeddings": True, "problem_type": "multi_label_classification"}
+    start = hub.save(model, tmp_path / "start")
+    table = {"from": str(start), "heads": {"class": {"kind": "classify", "n_classes": 3, "pool": {"kind": "mean"}}}}
+    for spec in (model.spec, started_spec(table)):
+        assert load_start(table, spec, 1, "cpu").kept == {"tie_word_embeddings": True}
+    changes = {"model.from": str(start), "run.ema": 0.5, "run.steps": 1}
+    out = train(written(tmp_path), overrides=changes, out=tmp_path / "run", device="cpu").out
+    saved = [path.parent for path in out.glob("*/phylon.json")]
+    assert len(saved) == 2
+    for folder in saved:
+        assert hub.load(folder, device="cpu").kept == {"tie_word_embeddings": True}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from phylon.layers.mixers.cross import CrossAttention
 from phylon.model import ModelSpec
 from phylon.model.spec import Stack
-from phylon.patterns import Full, Window
+from phylon.patterns import SymmetricWindow, Window
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import entry_of
@@ -42,8 +42,9 @@ class Pass(NamedTuple):
 def flops_of_pass(spec: ModelSpec, shapes: Pass) -> int:
     """Matrix-product FLOPs of a pass as it is computed, padding included, with the keys that a query may see.
 
-    A causal query is charged the mean of a row's, (T + 1) / 2, an encoder's all T, a decoder's all S of the source as
-    well. Projections of the source are charged once a source token, pixels once a patch.
+    A causal query is charged the mean of a row's, (T + 1) / 2, one of a window, causal or symmetric, the window's mean,
+    every other (an encoder's, with global tokens or blocks too) all T, and a decoder's all S of the source as well.
+    Projections of the source are charged once a source token, pixels once a patch.
     """
     total = 0
     if spec.encoder is not None:
@@ -73,7 +74,10 @@ def _stack(stack: Stack, length: int, source: int) -> int:
 def _keys(op: object, length: int) -> int:
     """How many keys a query of a row sees on average."""
     pattern = getattr(op, "pattern", None)
-    if pattern is None or isinstance(pattern, Full):
+    if isinstance(pattern, SymmetricWindow):
+        radius = min(pattern.radius, length - 1)
+        return round(1 + 2 * radius - radius * (radius + 1) / length)
+    if pattern is None or not pattern.streams:
         return length
     if isinstance(pattern, Window) and pattern.size < length:
         return round(pattern.size - pattern.size * (pattern.size - 1) / (2 * length))

@@ -128,14 +128,17 @@ class Layout:
                 options = (name, *move.aliases)
                 there = [n for n in (self._stripped(n, bare) for n in options) if n in theirs]
                 if not there and isinstance(move.rule, Fallback) and self._stripped(move.rule.other, bare) in theirs:
-                    names.append(self._stripped(move.rule.other, bare))
+                    other = self._stripped(move.rule.other, bare)
+                    if theirs[other].shape != shape:
+                        found.misshaped.append(_misshaped(other, theirs[other].shape, shape))
+                    names.append(other)
                     continue
                 if not there:
                     found.missing.append(self._stripped(name, bare))
                 for option in there:
                     assert option not in used, f"two rules use {option}"
                     if theirs[option].shape != shape:
-                        found.misshaped.append(f"{quoted(option)} is {theirs[option].shape}, the model needs {shape}")
+                        found.misshaped.append(_misshaped(option, theirs[option].shape, shape))
                 used.update(there)
                 names += there
             chosen.append((move, tuple(names)))
@@ -332,6 +335,10 @@ def _fill(pattern: str, values: Mapping[str, str]) -> str:
 
 def _some(names: Sequence[str], limit: int = 3) -> str:
     return ", ".join(map(quoted, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _misshaped(name: str, shape: Shape, needed: Shape) -> str:
+    return f"{quoted(name)} is {shape}, the model needs {needed}"
 
 
 def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> tuple[type[UserError], str]:

@@ -32,9 +32,9 @@ def verify(model: Model, *, reference: Reference | None = None, length: int | No
 
     Two ways agree if they differ by at most 1e-5 of the largest value (fp32), or if the other way is at most twice as
     far from a run in higher precision as the plain pass is, with these inputs or with some a rounding away (deep
-    models; the only rule in low precision). ``length``
-    defaults to 24, or to eight more than a window that is no longer than 128. A model that reads images is given a few
-    of random pixels: alone, beside others, after another call, on every backend.
+    models; the only rule in low precision). ``length`` defaults to 24, or to eight more than a window that is no longer
+    than 128. A model that reads images is given a few of random pixels: alone, beside others, after another call, on
+    every backend.
 
     Raises:
         UserError: the model reads neither tokens nor images, or ``length`` is given for images.

@@ -170,7 +170,7 @@ def read_config(config: Config) -> ModelSpec:
 
 def _expectations(config: Config, n_heads: int, nope: int, rope: int) -> None:
     config.expect("num_key_value_heads", n_heads, None, why="every head has keys and values of its own")
-    config.expect("head_dim", rope, why="it must equal qk_rope_head_dim, as the reference writes it")
+    config.expect("head_dim", rope, None, why="it must equal qk_rope_head_dim, as the reference writes it")
     config.expect("qk_head_dim", nope + rope, why="it must be qk_nope_head_dim + qk_rope_head_dim")
     config.expect("rope_interleave", True, why="weights are read as stored for neighbouring rotary pairs")
     config.expect("norm_topk_prob", True, why="the gates of the chosen experts are divided by their sum")

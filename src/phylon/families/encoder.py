@@ -149,7 +149,7 @@ def n_classes_of(config: Config) -> int:
 
 
 def labels(spec: ModelSpec) -> dict[str, Any]:
-    """The label tables of the classes, which the reference counts; names are not kept."""
+    """The label tables of the classes, which the reference counts; the hub writes their names over these."""
     for name in ("class", "token"):
         if name in spec.heads:
             n = part(spec.heads[name], Classify, f"heads.{name}").n_classes
@@ -223,6 +223,8 @@ def bias_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule | Copied]:
     Without ties the reference reads the second alone; its older releases tied the two whatever was said.
     """
     ours, other = "heads.mlm.proj.bias", head + ".bias"
+    if "mlm" not in spec.heads:
+        return []
     if TIED_MLM in spec.ties:
         return [Tied(theirs, ours, other)]
     return [Fallback(other, ours, theirs), Copied(theirs, ours)]

@@ -26,17 +26,10 @@ def read_rotary(
     if newer is not None:
         if scaling is not None and scaling != newer:
             raise UserError(f"{config.where} has both rope_parameters and rope_scaling, and they differ: remove one")
-        table = Config(
-            {("rope_type" if k == "type" else k): v for k, v in newer.items()}, f"{config.where} rope_parameters"
-        )
+        table = _table(newer, f"{config.where} rope_parameters")
         theta, share = table.number("rope_theta", theta), table.number("partial_rotary_factor", share)
     else:
-        scaling = scaling or {}
-        if "rope_type" in scaling:
-            scaling = {k: v for k, v in scaling.items() if k != "type"}
-        table = Config(
-            {("rope_type" if k == "type" else k): v for k, v in scaling.items()}, f"{config.where} rope_scaling"
-        )
+        table = _table(scaling or {}, f"{config.where} rope_scaling")
     width = int(head_dim * share)
     if share != 1 and (width < 2 or width % 2):
         raise UserError(
@@ -46,6 +39,13 @@ def read_rotary(
     parsed = _read_scaling(table, theta, max_seq_len)
     table.finish(beside="rope_type")
     return Rotary(theta=theta, dim=None if width == head_dim else width, scaling=parsed)
+
+
+def _table(data: dict[str, Any], where: str) -> Config:
+    """One table, nulls left out; an older ``type`` counts where there is no ``rope_type``."""
+    said = {key: value for key, value in data.items() if value is not None}
+    kind = {"rope_type": said["type"]} if "type" in said else {}
+    return Config({**kind, **{key: value for key, value in said.items() if key != "type"}}, where)
 
 
 def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling | None:

@@ -188,8 +188,7 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "feed_forward_proj": _projection(ffn),
         "dropout_rate": drop_of(encoder),
         # The reference takes "untied" for version 1.1, which neither ties nor scales.
-        "tie_word_embeddings": tied,
-        "scale_decoder_outputs": scaled,
+        **({"tie_word_embeddings": tied, "scale_decoder_outputs": scaled} if spec.heads else {}),
     }
 
 

@@ -12,7 +12,10 @@ from phylon.spec.errors import UserError, check_size
 
 
 class Classified(TypedDict):
-    """The likeliest class of a text, and the probability of each by name; ready for JSON."""
+    """The likeliest class of a text, and the probability of each by name; ready for JSON.
+
+    They sum to 1, but for a model whose texts may be of several classes at once, where each has its own.
+    """
 
     text: str
     label: str
@@ -32,6 +35,9 @@ def classify(
 ) -> list[Classified]:
     """The class of each text, in order. Classes without names (``model.labels``) are called by their numbers.
 
+    A model whose config says ``problem_type`` "multi_label_classification" (``model.kept``) judges each class apart, by
+    a sigmoid; every other one by a softmax over all.
+
     ``max_tokens`` shortens a text as ``encode`` does; without it a text longer than the model's positions is refused.
 
     Raises:
@@ -50,16 +56,19 @@ def classify(
     names = model.labels.get(head, tuple(map(str, range(n_classes))))
     rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
     check_lengths(rows, model.spec.max_seq_len)
+    several = model.kept.get("problem_type") == "multi_label_classification"
     shares = torch.empty(len(rows), n_classes)
     for chosen in batches([len(ids) for ids in rows], batch_tokens):
         tokens, segments = padded([rows[i] for i in chosen], model.device)
-        shares[chosen] = model(tokens, segments=segments).heads[head].float().softmax(-1).cpu()
+        scores = model(tokens, segments=segments).heads[head].float()
+        shares[chosen] = (scores.sigmoid() if several else scores.softmax(-1)).cpu()
     found = []
     for text, row in zip(texts, shares.tolist(), strict=True):
         likeliest = max(range(n_classes), key=row.__getitem__)
         shares_by_name: dict[str, float] = {}
         for name, share in zip(names, row, strict=True):  # two classes may have one name (ImageNet's two cranes)
-            shares_by_name[name] = shares_by_name.get(name, 0.0) + share
+            before = shares_by_name.get(name, 0.0)
+            shares_by_name[name] = max(before, share) if several else before + share
         found.append(Classified(text=text, label=names[likeliest], probabilities=shares_by_name))
     return found
 

@@ -82,7 +82,7 @@ def shortened(ids: list[int], most: int | None) -> list[int]:
 def check_lengths(rows: list[list[int]], most: int | None) -> None:
     for i, ids in enumerate(rows):
         if not ids:
-            raise UserError(f"text {i} is empty: it has no tokens to take a vector from")
+            raise UserError(f"text {i} is empty: it has no tokens")
         if most is not None and len(ids) > most:
             raise UserError(f"text {i} has {len(ids)} tokens, the model reads {most}; give max_tokens={most} to cut it")
 

@@ -14,12 +14,13 @@ from phylon.families.base import Config, shown
 from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.serial import check_schema, from_data
 
 NATIVE_CONFIG = "phylon.json"
-# Of a head that the checkpoint lacks: whether it is the embedding, and its dropout.
-_KEPT = ("tie_word_embeddings", "qa_dropout", "seq_classif_dropout")
+# Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has:
+# whether a text is of one class or of several.
+_KEPT = ("tie_word_embeddings", "scale_decoder_outputs", "qa_dropout", "seq_classif_dropout", "problem_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Description:
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
     ``labels`` are the names of classes, by head.
-    ``kept`` are keys that say nothing of this model, but of others made of it; they are saved again.
+    ``kept`` are keys that the spec does not say, most of them of other models made of this one; they are saved again.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -66,7 +67,7 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "family", "model", "generation", "labels")]
+        unknown = [key for key in data if key not in ("schema", "family", "model", "generation", "labels", "kept")]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
         if not isinstance(data.get("family", ""), str):
@@ -74,6 +75,7 @@ def _native(path: Path) -> Description:
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
         labels = native_labels(spec, data.get("labels", {}))
+        kept = _native_kept(data.get("kept", {}))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
     return Description(
@@ -84,7 +86,17 @@ def _native(path: Path) -> Description:
         generation=generation,
         written_as=data.get("family"),
         labels=labels,
+        kept=kept,
     )
+
+
+def _native_kept(data: Any) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise UserError("'kept' must be a table of keys of config.json")
+    unknown = [key for key in data if key not in _KEPT]
+    if unknown:
+        raise UserError(f"unknown key {quoted('kept.' + unknown[0])}{did_you_mean(unknown[0], _KEPT)}")
+    return data
 
 
 def _hf(path: Path) -> Description:

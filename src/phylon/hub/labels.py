@@ -32,14 +32,18 @@ def check_labels(spec: ModelSpec, head: str, names: list[str]) -> None:
 
 
 def hf_labels(spec: ModelSpec, table: Any) -> Labels:
-    """The names in ``id2label``; none where it only numbers the classes (LABEL_0, LABEL_1, …) or there is no head."""
+    """The names in ``id2label``; numbers are names too.
+
+    None where it only numbers the classes (LABEL_0, LABEL_1, …), where there is no head, and where it does not name
+    each class from 0 on: the reference only counts the table.
+    """
     head = _tabled(spec)
     if head is None or not isinstance(table, dict) or not table:
         return {}
     numbers = [str(i) for i in range(len(table))]
-    if set(map(str, table)) != set(numbers) or not all(isinstance(name, str) for name in table.values()):
-        raise UserError("'id2label' must give a name to each class, numbered from 0")
-    by_number = {str(number): name for number, name in table.items()}
+    if set(map(str, table)) != set(numbers) or not all(isinstance(name, str | int | float) for name in table.values()):
+        return {}
+    by_number = {str(number): str(name) for number, name in table.items()}
     names = tuple(by_number[number] for number in numbers)
     plain = all(name == f"LABEL_{i}" for i, name in enumerate(names))
     return {} if plain or len(names) != _n_classes(spec, head) else {head: names}

@@ -49,6 +49,7 @@ def save(
             data = {"schema": SCHEMA, "model": to_data(model.spec), "generation": to_data(model.generation)}
             data |= {} if model.family is None else {"family": model.family}
             data |= {"labels": model.labels} if model.labels else {}
+            data |= {"kept": model.kept} if model.kept else {}
             _write_json(beside / NATIVE_CONFIG, data)
             tensors: Any = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
         else:

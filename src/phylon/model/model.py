@@ -38,7 +38,7 @@ class Model(Part):
     ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, ``labels`` are
     the names of a head's classes in order, by head, where they have names, and ``stored_dtypes`` says what is given
     back in another dtype than the parameter has: by name, as stored and as loaded.
-    ``kept``: keys of its configuration that say nothing of this model, but of others made of it.
+    ``kept``: keys of its configuration that the spec does not say, most of them of other models made of this one.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 

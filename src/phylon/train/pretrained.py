@@ -48,11 +48,13 @@ def load_start(table: dict[str, Any], spec: ModelSpec, seed: int, device: str) -
     dtype = table.get("dtype", "float32")
     loaded = hub.load(table["from"], dtype=dtype, device=device)
     loaded.train()
+    # No objective here trains several classes of one text, whatever the file says.
+    loaded.kept.pop("problem_type", None)
     if spec == loaded.spec:
         return loaded
     model = build(spec, seed=seed, dtype=dtype, device=device)
     model.tokenizer, model.generation, model.family = loaded.tokenizer, loaded.generation, loaded.family
-    model.labels = kept_labels(loaded.labels, loaded.spec, spec)
+    model.labels, model.kept = kept_labels(loaded.labels, loaded.spec, spec), dict(loaded.kept)
     old, new = stored_tensors(loaded), stored_tensors(model)
     with torch.no_grad():
         for name, tensor in new.items():
