@@ -146,3 +146,16 @@ def test_a_mistake_is_told_once_and_ends_all(tmp_path):
     said = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2]
     assert all("run.batch_size=2 or more" in text for text in said)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_decodes_has_the_whole_model(tmp_path):
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("source\ttarget\n" + "".join(f"the cat {i}\tdie Katze {i}\n" for i in range(60)))
+    small = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 24}
+    sets = ["model.preset=none", 'model.family="transformer2017"', *(f"model.{k}={v}" for k, v in small.items())]
+    sets += [f'data.source={{kind="table", path="{pairs}"}}', "data.tokenizer.vocab_size=280", "data.held_out=0.2"]
+    sets += ["objective.max_tokens=300", "run.average=none", "run.steps=2", "run.eval_every=2", "run.parallel=fsdp"]
+    recipe = (ROOT / "src/phylon/train/recipes/translation.toml").read_text()
+    folder = run(tmp_path / "fsdp", 2, *(part for one in sets for part in ("--set", one)), recipe=recipe)
+    assert [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "eval"][-1]["metrics"]["bleu"] >= 0

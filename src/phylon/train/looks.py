@@ -95,8 +95,9 @@ class Looks(Session):
         """What the objective measures on the held-out examples, or on some of them."""
         assert self.held_out is not None
         batches = self.held_out() if batches is None else batches
-        with random_state_kept(), torch.no_grad(), evaluating(self.model), self.gradients.autocast():
-            return self.objective.evaluate(self.model, map(self.gradients.on_device, batches))
+        model = self.whole_model() if self.objective.decodes() else self.model
+        with random_state_kept(), torch.no_grad(), evaluating(model), self.gradients.autocast():
+            return self.objective.evaluate(model, map(self.gradients.on_device, batches))
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""

@@ -91,6 +91,10 @@ class Objective(Slot):
     whole_batch: ClassVar[bool] = False
     """Whether the loss of a batch is not that of its parts: nothing may share it then (see ``check``)."""
 
+    def decodes(self) -> bool:
+        """Whether ``evaluate`` writes texts, which takes the whole model where its weights are in shards."""
+        return False
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
 

@@ -70,6 +70,9 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def reserved(self) -> tuple[str, ...]:
         return "</s>", "<pad>"
 
+    def decodes(self) -> bool:
+        return self.n_beams is not None
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
         if spec.encoder is None or spec.decoder is None:
