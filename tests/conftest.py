@@ -2,10 +2,13 @@
 
 import signal
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("shared machine", deadline=None)  # times say nothing there
+hypothesis.settings.load_profile("shared machine")
 # A suite that was started in the background has Ctrl-C ignored, and hands that on to the commands it runs.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -129,7 +129,7 @@ def test_faults_of_a_model_that_magnifies_rounding(spec, monkeypatch):
 
 
 def test_inputs_a_rounding_away():
-    """The same factors for one seed in every precision, other factors for another, and none afterwards."""
+    """The same numbers for one seed in every precision, others for another, and none afterwards."""
     model, tokens = made(), torch.tensor([[1, 2, 3, 4]])
     wide = made(dtype="float64")
 
@@ -146,10 +146,8 @@ def test_inputs_a_rounding_away():
     plain, moved, again = embedded(model), embedded(model, 1), embedded(model, 1)
     assert torch.equal(moved, again)
     assert not torch.equal(moved, embedded(model, 2))
-    assert 0 < float((moved / plain - 1).abs().max()) < 2 * eps
-    exact = embedded(wide, 1)
-    assert float((moved / exact - 1).abs().max()) <= eps / 2 * 1.01
-    assert 0 < float((exact / embedded(wide) - 1).abs().max()) <= eps
+    assert 0 < float((moved / plain - 1).abs().max()) < 3 * eps
+    assert torch.equal(moved, embedded(wide, 1))
     assert torch.equal(embedded(model), plain)
 
 
