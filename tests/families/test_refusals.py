@@ -79,3 +79,30 @@ def test_a_builder_s_refusal_names_the_list_that_holds_the_number() -> None:
     config.take("other")
     error = config.blame(UserError("step sizes need low <= high, got 0.25 and 0.125"))
     assert str(error).endswith("(from 'step_limits')")
+
+
+PUBLISHED = {
+    "gpt2": {"n_special": 0, "predict_special_tokens": True},
+    "switch": {"feed_forward_proj": "relu", "is_gated_act": False},
+    "jamba": {"calc_logits_for_entire_prompt": False, "n_ctx": 262144},
+    "gpt_neox": {"custom_pipelines": {"text-generation": {"impl": "x.Y"}}},
+    "deepseek": {"auto_map": None, "quantization_config": None},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_keys_of_published_files_that_say_nothing_are_passed_over(name: str) -> None:
+    hf = FORMATS[name].hf
+    assert hf is not None
+    said = hf.write(FORMATS[name].cases()[0])
+    config = Config(said | PUBLISHED[name], "there")
+    assert hf.read(config) == hf.read(Config(said, "there"))
+    config.finish()
+
+
+@pytest.mark.parametrize("change", [{"feed_forward_proj": "gated-gelu"}, {"is_gated_act": True}])
+def test_other_feed_forward_networks_of_switch_are_refused(change: dict[str, object]) -> None:
+    hf = FORMATS["switch"].hf
+    assert hf is not None
+    with pytest.raises(UserError, match=next(iter(change))):
+        hf.read(Config(hf.write(FORMATS["switch"].cases()[0]) | change, "there"))

@@ -178,7 +178,7 @@ def _expectations(config: Config, n_heads: int, nope: int, rope: int) -> None:
     config.expect("topk_method", "noaux_tc", why="groups are ranked by their two best experts, with the bias")
     config.expect("moe_layer_freq", 1, why="every block after the dense ones has experts")
     # Training, and other code.
-    config.ignore("ep_size", "aux_loss_alpha", "seq_aux", "auto_map", "output_router_logits", "router_aux_loss_coef")
+    config.ignore("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits", "router_aux_loss_coef")
 
 
 def _main(spec: ModelSpec) -> Stack:

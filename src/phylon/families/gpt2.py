@@ -98,7 +98,7 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("add_cross_attention", False, why="GPT-2 is a decoder without an encoder here")
     # Upcasting is a matter of precision, which the kernels settle; the summary head is not part of the language model.
     config.ignore("reorder_and_upcast_attn", "n_ctx", "summary_type", "summary_use_proj", "summary_activation")
-    config.ignore("summary_proj_to_labels", "summary_first_dropout")
+    config.ignore("summary_proj_to_labels", "summary_first_dropout", "n_special")
     base = head_width(d_model, n_heads) ** -0.5 if scaled else 1.0
     plain = scaled and not by_depth
     spec = gpt2_spec(

@@ -112,7 +112,8 @@ def jamba_spec(
 def read_config(config: Config) -> ModelSpec:
     # Which code runs the scan, and what training adds to the loss.
     config.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
-    config.ignore("output_router_logits", "router_aux_loss_coef", "num_logits_to_keep")
+    config.ignore("output_router_logits", "router_aux_loss_coef", "num_logits_to_keep", "n_ctx")
+    config.ignore("calc_logits_for_entire_prompt")
     config.expect("sliding_window", None, why="the attention of Jamba sees the whole text")
     config.expect("mamba_inner_layernorms", True, why="the norms on dt, B and C are part of the family")
     rank = config.take("mamba_dt_rank", "auto", (int, str))

@@ -72,6 +72,7 @@ NEUTRAL = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "transformers.js_config",
+        "custom_pipelines",
     ]
 )
 """Bookkeeping, training-only and task defaults. Special ids are read apart, as generation defaults."""
@@ -84,6 +85,8 @@ _EMPTY = {
     "prune_heads": "heads that were cut off later are not read",
     "pruned_heads": "heads that were cut off later are not read",
     "tie_encoder_decoder": "blocks shared between encoder and decoder are not computed",
+    "auto_map": "code of its own is never run",
+    "quantization_config": "its quantised weights are not read",
 }
 """Keys that every older file writes and that say nothing only while they are empty, and why."""
 

@@ -99,6 +99,8 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("router_dtype", "float32", why="routers run in at least fp32")
     config.expect("is_decoder", False, why="a decoder without its encoder is not read")
     config.expect("add_cross_attention", False, why="the decoder always reads the encoder")
+    config.expect("is_gated_act", False, why="no release gates its feed-forward networks")
+    config.expect("feed_forward_proj", "relu", why="no release has another")
     # Training adds them to the loss, and the reference itself ignores the last.
     config.ignore("router_z_loss_coef", "router_aux_loss_coef", "add_router_probs", "output_router_logits")
     config.ignore(
