@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import TOLERANCE, assert_close, mechanisms
+from helpers import assert_close, mechanisms
 from phylon.model import Model
 from phylon.ops.attention import dispatch
 from phylon.patterns import Records, measured
@@ -223,11 +223,9 @@ def check(model: Model, name: str) -> None:
         pytest.skip(reason)
     if needs_state and not streams(model):
         pytest.skip("does not stream")
-    # Another kernel rounds otherwise, and a whole model of drawn weights magnifies that.
-    tolerance = TOLERANCE * (3 if cell == "backends" else 1)
     for docs, expected in reference(model, lengths):
         for ours, theirs in zip(route(model, docs), expected, strict=True):
-            assert_close(ours, theirs, tolerance, what=name)
+            assert_close(ours, theirs, what=name)
 
 
 @functools.cache

@@ -112,6 +112,15 @@ JAMBA = "jamba-1"
 """Drawn like this, one rounding of it may be four times another: the plain pass of the first documents is lucky."""
 
 
+@pytest.mark.slow
+def test_one_rounding_does_not_decide(monkeypatch):
+    assert verify(made(SPECS[JAMBA])).passed
+    monkeypatch.setattr(law, "NEIGHBOURS", 0)
+    cells = verify(made(SPECS[JAMBA])).failed
+    assert cells, "no way rounds by more than twice the plain pass any more: choose another model"
+    assert all(cell.name.startswith(("padded", "backend")) for cell in cells)
+
+
 @pytest.mark.parametrize("spec", ["jamba-1", "deep"])
 def test_faults_of_a_model_that_magnifies_rounding(spec, monkeypatch):
     model = made(DEEP if spec == "deep" else SPECS[spec])

@@ -26,11 +26,7 @@ class Native:
         for parameter in (call.weight, call.bias):
             if parameter is not None and parameter.shape != call.x.shape[-1:]:
                 return "weight and bias must be of the width of x"
-        if call.centred:
-            return rows.refusal(call.x, added, call.weight, call.bias) or rows.forward_alone()
-        # PyTorch's own RMS norm is six operations: without gradients one row is worth a call, and any number is alike.
-        least = None if torch.is_grad_enabled() else 1
-        return rows.refusal(call.x, added, call.weight, call.bias, least=least)
+        return rows.refusal(call.x, added, call.weight, call.bias) or rows.forward_alone()
 
     def run(self, call: NormCall) -> tuple[Tensor, Tensor]:
         x, added = call.x.contiguous(), None if call.added is None else call.added.contiguous()

@@ -17,11 +17,11 @@ _HELD = (torch.float32, torch.bfloat16)
 _P, _L, _F, _I = c_void_p, c_long, c_float, c_int
 
 
-def refusal(*tensors: Tensor | None, least: int | None = None) -> str | None:
-    """Why the kernels cannot take these tensors: the first is the large one, of ``least`` (``FEW``) elements."""
+def refusal(*tensors: Tensor | None) -> str | None:
+    """Why the kernels cannot take these tensors: the first is the large one."""
     x = tensors[0]
     assert x is not None
-    if x.numel() < (FEW if least is None else least):
+    if x.numel() < FEW:
         return "too few elements to gain anything"
     if x.device.type != "cpu":
         return f"it runs on the CPU, not on {x.device.type}"
