@@ -87,7 +87,24 @@ PUBLISHED = {
     "jamba": {"calc_logits_for_entire_prompt": False, "n_ctx": 262144},
     "gpt_neox": {"custom_pipelines": {"text-generation": {"impl": "x.Y"}}},
     "deepseek": {"auto_map": None, "quantization_config": None},
+    "falcon": {
+        "auto_map": {"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "modeling_falcon.FalconModel"}
+    },
+    "mpt": {
+        "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoTokenizer": ["tokenization_mpt.MPTX", None]}
+    },
 }
+
+
+@pytest.mark.parametrize(
+    "table",
+    [{"AutoConfig": "configuration_falcon.FalconConfig", "AutoModel": "evil.Model"}, {"AutoModel": 3}, "x", ["x"]],
+)
+def test_an_auto_map_of_foreign_classes_is_refused(table: object) -> None:
+    hf = FORMATS["falcon"].hf
+    assert hf is not None
+    with pytest.raises(UserError, match=r"there: 'auto_map' is .* code of its own"):
+        Config(hf.write(FORMATS["falcon"].cases()[0]) | {"auto_map": table}, "there")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -104,7 +104,7 @@ def _hf(path: Path) -> Description:
     model_type = data.get("model_type")
     if not isinstance(model_type, str):
         raise UserError(f"{path / 'config.json'} names no model_type")
-    refuse_remote_code(data, path)
+    refuse_quantised(data, path)
     where = str(path / "config.json")
     with named(where):
         family, fmt = hf_format(model_type)
@@ -201,13 +201,8 @@ def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
     )
 
 
-def refuse_remote_code(data: Mapping[str, Any], path: Path) -> None:
-    """A configuration that names code to fetch or a foreign quantisation is refused."""
-    if data.get("auto_map"):
-        raise UserError(
-            f"{path / 'config.json'} asks for code of its own (auto_map), which is never run; remove that key to read "
-            f"it as the model_type it names"
-        )
+def refuse_quantised(data: Mapping[str, Any], path: Path) -> None:
+    """A foreign quantisation is refused before anything else is read."""
     if data.get("quantization_config"):
         table = data["quantization_config"]
         method = quoted(str(table.get("quant_method", "unknown") if isinstance(table, dict) else "unknown"))
