@@ -35,7 +35,7 @@ class Noted(Protocol):
 
 @dataclass(frozen=True)
 class Reason:
-    """One line of ``explain``: the backend, whether it was chosen, why not if it cannot run, and how it computes here."""
+    """One line of ``explain``: the backend, whether it was chosen, why not if it cannot run, how it computes here."""
 
     backend: str
     chosen: bool

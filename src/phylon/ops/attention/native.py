@@ -1,8 +1,8 @@
 """Attention in C++ for CPUs: tiles in registers and caches, both directions, f32 and bf16, any pattern as a tile plan.
 
 FlashAttention-2 (arXiv:2307.08691): no T x S tensor, the backward pass recomputes from the saved log-sum-exp. The
-sources are the ``.h`` files beside this one, ``native.cpp`` is the interface. bf16 is multiplied on AMX where the machine
-has it, else in f32; sums are in f32 and rounded when they are stored.
+sources are the ``.h`` files beside this one, ``native.cpp`` is the interface. bf16 is multiplied on AMX where the
+machine has it, else in f32; sums are in f32 and rounded when they are stored.
 """
 
 import ctypes
@@ -148,9 +148,7 @@ def _forward(
     return out, lse
 
 
-def _few(
-    library: Library, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall
-) -> Tensor:
+def _few(library: Library, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall) -> Tensor:
     """A few queries without a gradient: masks and biases of all pairs are small."""
     b, t, h, _ = q.shape
     out = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype)
@@ -268,7 +266,18 @@ def _checked() -> str | None:
     return check(Native())
 
 
-_NAMES = ("native.cpp", "backward.h", "few.h", "forward.h", "widened.h", "paired.h", "amx.h", "scores.h", "layout.h", "tile.h")
+_NAMES = (
+    "native.cpp",
+    "backward.h",
+    "few.h",
+    "forward.h",
+    "widened.h",
+    "paired.h",
+    "amx.h",
+    "scores.h",
+    "layout.h",
+    "tile.h",
+)
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _CALL = [ctypes.c_char_p, ctypes.c_int64]
 _FUNCTIONS: dict[str, Sequence[Any]] = dict.fromkeys(

@@ -1,8 +1,8 @@
 """Whether kernels may use AMX, the processor's tiles of bf16, and the forms in which a library is compiled for it.
 
-The registers are the kernel's to give (Linux, ``Documentation/arch/x86/xstate.rst``): a process asks once, before it uses
-them. ``PHYLON_AMX=0`` switches AMX off; ``PHYLON_AMX=emulated`` takes the same kernels over plain C++, on any processor,
-for tests: slow.
+The registers are the kernel's to give (Linux, ``Documentation/arch/x86/xstate.rst``): a process asks once, before it
+uses them. ``PHYLON_AMX=0`` switches AMX off; ``PHYLON_AMX=emulated`` compiles the same kernels over plain C++, for
+tests on any processor: slow.
 """
 
 import ctypes

@@ -117,10 +117,12 @@ class Library:
 
     def wait(self, timeout: float) -> str | None:
         """``reason`` once the making has ended, or after ``timeout`` seconds."""
-        end, waited = time.monotonic() + timeout, None
+        end = time.monotonic() + timeout
+        waited: subprocess.Popen[bytes] | None = None
         self.start()
-        while self._process is not waited:  # where one form is unfit the next one is begun
+        while self._process not in (None, waited):  # where one form is unfit the next one is begun
             waited = self._process
+            assert waited is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 waited.wait(max(0.0, end - time.monotonic()))
             self.start()

@@ -18,7 +18,7 @@ if sys.platform != "win32":
 
 
 def make(library: Library) -> str | None:
-    """Compile and check ``library``, of one form; ``None``, or why it may not be used, which is also written beside it."""
+    """Compile and check ``library``, of one form; ``None``, or why not to use it, which is also written beside it."""
     path = library.path
     with _alone(path.with_suffix(".lock")):
         if path.exists():
