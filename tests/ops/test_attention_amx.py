@@ -23,6 +23,7 @@ from torch import Tensor
 from phylon.ops.attention import AttentionCall, dispatch, explain
 from phylon.ops.attention import native as kernel
 from phylon.ops.attention.native import Native
+from phylon.ops.attention.native_check import check
 from phylon.ops.attention.reference import Reference
 from phylon.ops.native import Library, amx, library
 from phylon.ops.native.amx import AMX, EMULATED, PLAIN
@@ -136,17 +137,17 @@ def both_ways(backend: Any, inputs: list[Tensor], **options: Any) -> list[Tensor
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "pattern", "options"),
-    [
-        ((1, 1, 1, 1), Full(), {}),
-        ((7, 7, 5, 3), Causal(), {}),
-        ((20, 130, 12, 20), Causal(), {"scale": -0.3}),
-        ((65, 33, 40, 33), Full(), {"softcap": 2.0}),
-        ((80, 70, 36, 16), Window(size=40), {"dropout": 0.25, "seed": 3}),
-        ((66, 66, 48, 16), Causal(), {"sink": torch.tensor([0.3, -1.0, 2.0, 0.0]), "softcap": 3.0, "dropout": 0.5}),
-    ],
-)
+CASES: list[tuple[tuple[int, ...], Pattern, dict[str, Any]]] = [
+    ((1, 1, 1, 1), Full(), {}),
+    ((7, 7, 5, 3), Causal(), {}),
+    ((20, 130, 12, 20), Causal(), {"scale": -0.3}),
+    ((65, 33, 40, 33), Full(), {"softcap": 2.0}),
+    ((80, 70, 36, 16), Window(size=40), {"dropout": 0.25, "seed": 3}),
+    ((66, 66, 48, 16), Causal(), {"sink": torch.tensor([0.3, -1.0, 2.0, 0.0]), "softcap": 3.0, "dropout": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "pattern", "options"), CASES)
 def test_kernel(sizes: tuple[int, ...], pattern: Pattern, options: dict[str, Any], emulated: Library) -> None:
     """Both directions to fp64: the error is that of rounding weights, gradients of scores, and results."""
     exact = both_ways(Reference(), drawn(*sizes, torch.float64), pattern=pattern, **options)
@@ -195,6 +196,47 @@ def test_contract_on_emulated_tiles() -> None:
     ran = re.search(r"(\d+) passed", done.stdout)
     assert ran is not None
     assert int(ran[1]) > 150
+
+
+def run_the_real_form(real: str, emulated: str, traps: str) -> None:
+    """In a process of its own: whatever instruction the processor lacks is emulated when it is met."""
+    libraries = []
+    for path in (real, emulated):
+        libraries.append(Library(kernel.LIBRARY.module, kernel.LIBRARY.sources, kernel.LIBRARY.functions, lambda: None))
+        libraries[-1].adopt(Path(path))
+    refused, handler = amx.refusal(), ctypes.CDLL(traps)
+    if refused is not None:
+        handler.install()
+    for sizes, pattern, options in CASES:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results = [both_ways(Native(x), drawn(*sizes), pattern=pattern, **options) for x in libraries]
+            same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            # The processor's own sums may round otherwise than its manual says; no emulation does.
+            assert same or refused is None, f"{sizes} {pattern}"
+    assert check(Native(libraries[0])) is None
+    assert refused is None or handler.instructions() > 1000
+    print("it runs", "emulated" if refused else "on AMX")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.system() != "Linux" or platform.machine() != "x86_64", reason="signals of x86-64 Linux")
+def test_the_real_form_runs(tmp_path: Path) -> None:
+    """Its machine code, instruction by instruction on a processor without AMX, equals the emulated form bit for bit."""
+    kinds: dict[str, tuple[list[str], Path]] = {
+        "real": ([*AMX.flags, "-mno-avx512bf16"], NATIVE),  # conversions to bf16 are not emulated
+        "emulated": ([*EMULATED.flags, "-O1"], NATIVE),
+        "traps": (["-O1"], Path(__file__).with_name("amx_traps.cpp")),
+    }
+    paths = [str(tmp_path / f"{name}.so") for name in kinds]
+    for path, (flags, source) in zip(paths, kinds.values(), strict=True):
+        assert compiled(Path(path), *flags, source=source) == ""
+    folders = [ROOT / "src", ROOT / "tests", ROOT / "tests" / "ops"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PHYLON_NATIVE": "0"}
+    code = f"import test_attention_amx as t; t.run_the_real_form(*{paths})"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "it runs" in done.stdout
 
 
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["products", "whole"])
