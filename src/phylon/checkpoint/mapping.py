@@ -315,9 +315,8 @@ def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> tuple[type[U
         return PrefixError, f"its keys lack the prefix {quoted(lacking)}; {_some(found.missing, 1)} was expected"
     parts = []
     if found.missing:
-        instead = (
-            f"; {found.beside[0]} is never read, not in its place either: store a copy of it" if found.beside else ""
-        )
+        other = found.beside[0] if found.beside else ""
+        instead = f", in whose place {other} is not read: store a copy of it under that name" if other else ""
         parts.append(f"{len(found.missing)} missing ({_some(found.missing)}{instead})")
     if found.unexpected:
         parts.append(f"{len(found.unexpected)} unexpected ({_some(found.unexpected)})")
