@@ -105,7 +105,11 @@ def _spelled_ids(generation: GenerationDefaults, file: dict[str, Any]) -> dict[s
     ids = _ids(generation)
 
     def means_the_same(key: str) -> bool:
-        return _ids(generation_defaults({key: file[key]})).get(key) == ids.get(key)
+        own = generation_defaults({key: file[key]})
+        # More texts' ends may be said beside it, in generation_config.json.
+        return _ids(own).get(key) == ids.get(key) or (
+            key == "eos_token_id" and own.eos_ids != () and set(own.eos_ids) <= set(generation.eos_ids)
+        )
 
     said = {key: file[key] for key in (*ids, "decoder_start_token_id") if key in file and means_the_same(key)}
     return {key: value for key, value in ids.items() if value is not None or key in file or not file} | said
