@@ -83,7 +83,7 @@ DEFAULTS = [(name, model_type) for name, types in TYPES.items() for model_type i
 
 
 @pytest.mark.parametrize(("name", "model_type"), DEFAULTS)
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_defaults_of_the_reference(name: str, model_type: str, whole: bool, tmp_path: Path) -> None:
     """All keys, and those that the reference saves."""
     transformers = pytest.importorskip("transformers")
