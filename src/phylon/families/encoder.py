@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from phylon.checkpoint import Computed, Copied, Drop, Fallback, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Computed, Copied, Drop, Layout, Rename, Rule, Tied
 from phylon.families.base import Config
 from phylon.families.decoder import head_width, part
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -220,14 +220,14 @@ def embedding_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule]:
 def bias_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule | Copied]:
     """The bias of the masked-LM head, which stands twice: beside the map ``head``, and in it.
 
-    Without ties the reference reads the second alone; its older releases tied the two whatever was said.
+    Without ties the reference reads the second alone, and draws it anew where a file lacks it.
     """
     ours, other = "heads.mlm.proj.bias", head + ".bias"
     if "mlm" not in spec.heads:
         return []
     if TIED_MLM in spec.ties:
         return [Tied(theirs, ours, other)]
-    return [Fallback(other, ours, theirs), Copied(theirs, ours)]
+    return [Rename(other, ours), Copied(theirs, ours)]
 
 
 def is_bare(spec: ModelSpec) -> bool:

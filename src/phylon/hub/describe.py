@@ -14,13 +14,10 @@ from phylon.families.base import Config, shown
 from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
-from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.errors import UserError
 from phylon.spec.serial import check_schema, from_data
 
 NATIVE_CONFIG = "phylon.json"
-# Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has:
-# whether a text is of one class or of several.
-_KEPT = ("tie_word_embeddings", "scale_decoder_outputs", "qa_dropout", "seq_classif_dropout", "problem_type")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +26,7 @@ class Description:
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
     ``labels`` are the names of classes, by head.
-    ``kept`` are keys that the spec does not say, most of them of other models made of this one; they are saved again.
+    ``kept`` is the ``config.json`` that the model came from, by this folder or an earlier one.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -91,11 +88,8 @@ def _native(path: Path) -> Description:
 
 
 def _native_kept(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise UserError("'kept' must be a table of keys of config.json")
-    unknown = [key for key in data if key not in _KEPT]
-    if unknown:
-        raise UserError(f"unknown key {quoted('kept.' + unknown[0])}{did_you_mean(unknown[0], _KEPT)}")
+    if not isinstance(data, dict) or (data and not isinstance(data.get("model_type"), str)):
+        raise UserError("'kept' must be the table of a config.json, with its model_type")
     return data
 
 
@@ -129,7 +123,7 @@ def _hf(path: Path) -> Description:
         written_as=family.name,
         labels=labels,
         blame=config.blame,
-        kept={key: data[key] for key in _KEPT if data.get(key) is not None},
+        kept=data,
     )
 
 

@@ -157,7 +157,7 @@ class Session:
             whole |= self.parallel.whole(self.ema.means)
         model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
         model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
-        model.labels, model.kept = mine.labels, mine.kept
+        model.labels, model.kept, model.unread = mine.labels, mine.kept, mine.unread
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
