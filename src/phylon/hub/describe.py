@@ -15,6 +15,7 @@ from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.files import read_file, there
 from phylon.spec.serial import check_schema, from_data
 
 NATIVE_CONFIG = "phylon.json"
@@ -52,13 +53,13 @@ def describe(path_or_name: str | Path) -> Description:
         UserError: the path is no checkpoint, or its configuration does not fit.
     """
     path = find_model(path_or_name)
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".gguf":
             raise UserError(f"'{path}' is not a .gguf file; give the folder that holds config.json and the weights")
         return _gguf(path)
-    if (path / NATIVE_CONFIG).exists():
+    if there(path / NATIVE_CONFIG):
         return _native(path)
-    if (path / "config.json").exists():
+    if there(path / "config.json"):
         return _hf(path)
     raise UserError(f"'{path}' is not a checkpoint: it has neither {NATIVE_CONFIG} nor config.json")
 
@@ -211,10 +212,9 @@ def refuse_quantised(data: Mapping[str, Any], path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 64 MB."""
-    if path.stat().st_size > 64 * 2**20:
-        raise UserError(f"'{path}' is too large to be a configuration")
+    content = read_file(path, most=64 << 20)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         # No JSON, no UTF-8, or a whole number of more digits than Python reads.
         raise UserError(f"'{path}' is not JSON: {str(error).splitlines()[0]}") from None

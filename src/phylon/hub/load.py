@@ -12,6 +12,7 @@ from phylon.families import families
 from phylon.hub.describe import Description, describe, named
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
 from phylon.spec.errors import UserError
+from phylon.spec.files import there
 from phylon.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 _COMPUTE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
@@ -184,4 +185,4 @@ def _gguf_vocabulary(source: TensorSource) -> tuple[Tokenizer | None, Generation
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
-    return load_tokenizer(path) if path.is_dir() and any((path / name).exists() for name in _TOKENIZER_FILES) else None
+    return load_tokenizer(path) if path.is_dir() and any(there(path / name) for name in _TOKENIZER_FILES) else None

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from phylon.spec.errors import UserError
+from phylon.spec.files import read_file, there
 from phylon.text.sentencepiece import build_spm, read_spm
 from phylon.text.tokenizer import Tokenizer, set_affixes
 
@@ -37,7 +38,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises ``UserError`` for a missing, foreign or damaged file, and for a special token that the vocabulary lacks.
     """
     path = Path(path)
-    if not path.exists():
+    if not there(path):
         raise UserError(f"no tokenizer at {path}: give a folder or file with {KNOWN_FILES}")
     folder = path if path.is_dir() else path.parent
     config = _config(folder)
@@ -61,10 +62,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    if path.is_file():
+    if not path.is_dir():
         return _from_file(path, config)
     for name in ("tokenizer.json", "vocab.json", "encoder.json", "vocab.txt", "tokenizer.model", "spiece.model"):
-        if (path / name).is_file():
+        if there(path / name):
             return _from_file(path / name, config)
     others = sorted(path.glob("*.model"))
     if len(others) == 1:
@@ -99,11 +100,12 @@ def _from_file(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    content = read_json(path)
+    text = _read_text(path)
+    content = _json(path, text)
     if not isinstance(content.get("model"), dict):
         raise UserError(f"{path} is not a tokenizer.json: it has no model")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         raise UserError(f"{path} is not a tokenizer.json this library reads: {_line(error)}") from None
 
@@ -167,7 +169,7 @@ def bert_template(backend: tokenizers.Tokenizer, cls: str, sep: str) -> None:
 def _config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
+        if there(folder / name):
             config |= {key: value for key, value in read_json(folder / name).items() if value is not None}
     return config
 
@@ -180,7 +182,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
     try:
         for key, entry in config.get("added_tokens_decoder", {}).items():
             tokens[int(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
-        if (folder / "added_tokens.json").is_file():
+        if there(folder / "added_tokens.json"):
             for content, id in read_json(folder / "added_tokens.json").items():
                 tokens.setdefault(int(id), AddedToken(content, normalized=False, special=False))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -227,7 +229,7 @@ class _Special:
         ids = [] if first is None else [first]
         ids += _ids(self._config.get("eos_token_ids"))
         generation = self._folder / "generation_config.json"
-        if generation.is_file():
+        if there(generation):
             ids += _ids(read_json(generation).get("eos_token_id"))
         return ids
 
@@ -243,7 +245,7 @@ def _content(token: Any) -> str | None:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
+    if there(folder / "chat_template.jinja"):
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -253,20 +255,20 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_text(path: Path) -> str:
+    if not there(path):
+        raise UserError(f"{path.name} is missing in {path.parent}")
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise UserError(f"{path.name} is missing in {path.parent}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        return read_file(path).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; anything else is a ``UserError`` that says where."""
-    text = _read_text(path)
+    return _json(path, _read_text(path))
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
