@@ -123,6 +123,24 @@ class Config:
         self._taken += _leaves(key, value)
         return value
 
+    def agree(self, said: Mapping[str, Any]) -> None:
+        """Refuse values of keys that say the same thing where two of them differ; null says nothing."""
+        held = [(key, value) for key, value in said.items() if value is not None]
+        for key, value in held[1:]:
+            first, other = held[0]
+            if value != other or isinstance(value, bool) != isinstance(other, bool):
+                raise UserError(
+                    f"{self.where}: {quoted(first)} is {shown(other)} and {quoted(key)} is {shown(value)}, which say "
+                    "the same thing: correct or remove one of them"
+                )
+
+    def name_of(self, key: str, *others: str) -> str:
+        """Which of the names of one thing the file gives it, ``key`` where it gives none; all of them must agree."""
+        said = {name: self._data[name] for name in (key, *others) if self._data.get(name) is not None}
+        self.agree(said)
+        self.ignore(*others)
+        return next(iter(said), key)
+
     def blame(self, error: UserError) -> UserError:
         """A builder's refusal, which names our arguments, with the file and the keys whose values it quotes."""
         message = str(error)

@@ -1,6 +1,6 @@
 """The post-norm encoder that BERT and its descendants share, its task heads, and the foreign names of both."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from phylon.checkpoint import Computed, Copied, Drop, Fallback, Layout, Rename, Rule, Tied
@@ -142,10 +142,17 @@ def write_tied(spec: ModelSpec) -> dict[str, Any]:
     return {"tie_word_embeddings": TIED_MLM in spec.ties} if "mlm" in spec.heads else {}
 
 
-def n_classes_of(config: Config) -> int:
-    """How many labels a config declares; 2 where it is silent."""
+def n_classes_of(config: Config, heads: Collection[str]) -> int:
+    """How many labels a config declares; 2 where it is silent. Two that differ are refused where ``heads`` count."""
     labels = config.take("id2label", None, dict)
-    return config.size("num_labels", 2, most=2**20) if labels is None else max(len(labels), 1)
+    if labels is None:
+        return config.size("num_labels", 2, most=2**20)
+    if {"class", "distilled", "token"} & set(heads) and config.take("num_labels", None, int) not in (None, len(labels)):
+        raise UserError(
+            f"{config.where}: 'num_labels' is {config.take('num_labels')} and 'id2label' names {len(labels)} classes: "
+            "correct or remove one of them"
+        )
+    return max(len(labels), 1)
 
 
 def labels(spec: ModelSpec) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
-from phylon.families.base import Config, shown
+from phylon.families.base import Config, HFFormat, shown
 from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.files import read_file, there
-from phylon.spec.serial import check_schema, from_data
+from phylon.spec.serial import check_schema, from_data, to_json
 
 NATIVE_CONFIG = "phylon.json"
 # Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has:
@@ -111,6 +111,7 @@ def _hf(path: Path) -> Description:
         family, fmt = hf_format(model_type)
     config = Config(data, where, lambda: _stored_names(path))
     try:
+        _one_architecture(config, fmt, data.get("architectures"))
         spec = fmt.read(config)
     except UserError as error:
         raise config.blame(error) from None
@@ -132,6 +133,25 @@ def _hf(path: Path) -> Description:
         blame=config.blame,
         kept={key: data[key] for key in _KEPT if data.get(key) is not None},
     )
+
+
+def _one_architecture(config: Config, fmt: HFFormat, names: Any) -> None:
+    """Several architectures must be names of one model: nothing says which of them the weights are of."""
+    if not isinstance(names, list):
+        return
+    if not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{config.where}: 'architectures' must be a list of names, got {shown(names)}")
+    first, *others = dict.fromkeys(names) or [""]
+    for other in others:
+        try:
+            same = len({to_json(fmt.read(config.but({"architectures": [name]}))) for name in (first, other)}) == 1
+        except UserError:
+            same = False
+        if not same:
+            raise UserError(
+                f"{config.where}: 'architectures' names {quoted(first)} and {quoted(other)}, which are different "
+                "models: keep the one that the weights are of"
+            )
 
 
 @contextmanager
