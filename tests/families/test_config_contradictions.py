@@ -59,7 +59,7 @@ NAMES = {
         "hidden_size": "d_model",
         "num_hidden_layers": "encoder_layers",
     },
-} | {name: GPT2 for name in ("gpt2", "gptj", "starcoder")}
+} | dict.fromkeys(("gpt2", "gptj", "starcoder"), GPT2)
 
 
 @pytest.mark.parametrize(("name", "other", "key"), [(n, o, k) for n, keys in NAMES.items() for o, k in keys.items()])

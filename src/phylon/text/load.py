@@ -170,8 +170,51 @@ def _config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         if there(folder / name):
-            config |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+            said = {key: value for key, value in read_json(folder / name).items() if value is not None}
+            _check_kinds(folder / name, said)
+            config |= said
     return config
+
+
+_SWITCHES = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "do_lower_case",
+    "legacy",
+    "strip_accents",
+    "tokenize_chinese_chars",
+)
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+
+
+def _check_kinds(path: Path, said: dict[str, Any]) -> None:
+    """Refuse a value of the wrong kind of every key that is read here: it would count as silence, or as "yes"."""
+    template = said.get("chat_template", "")
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    wrong = {key: "true or false" for key in _SWITCHES if not isinstance(said.get(key, False), bool)}
+    wrong |= {key: "a token" for key in _ROLES if key in said and not _is_token(said[key])}
+    if not all(isinstance(e, dict) and _is_text(e.get("name")) and _is_text(e.get("template")) for e in entries):
+        wrong["chat_template"] = "a template, or a list of them with name and template"
+    if not isinstance(said.get("added_tokens_decoder", {}), dict):
+        wrong["added_tokens_decoder"] = "a table of tokens by id"
+    if not _is_text(said.get("tokenizer_class", "")):
+        wrong["tokenizer_class"] = "a name"
+    for key, wanted in wrong.items():
+        raise UserError(f"{path}: '{key}' must be {wanted}, got {_short(said[key])}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_token(value: Any) -> bool:
+    return _is_text(value.get("content") if isinstance(value, dict) else value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
@@ -181,10 +224,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         for key, entry in config.get("added_tokens_decoder", {}).items():
-            tokens[int(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+            tokens[_id(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
         if there(folder / "added_tokens.json"):
             for content, id in read_json(folder / "added_tokens.json").items():
-                tokens.setdefault(int(id), AddedToken(content, normalized=False, special=False))
+                tokens.setdefault(_id(id), AddedToken(content, normalized=False, special=False))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -204,6 +247,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
                 f"{folder}: the files say that {token.content!r} has id {id}, "
                 f"but the vocabulary makes it {backend.token_to_id(token.content)}"
             )
+
+
+def _id(value: Any) -> int:
+    found = int(value) if isinstance(value, str) else value
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ValueError(f"{_short(value)} is no id")
+    return found
 
 
 class _Special:
@@ -227,16 +277,21 @@ class _Special:
     def eos_ids(self) -> Iterable[int]:
         first = self.id("eos")
         ids = [] if first is None else [first]
-        ids += _ids(self._config.get("eos_token_ids"))
+        ids += _ids(self._folder / "tokenizer_config.json", "eos_token_ids", self._config)
         generation = self._folder / "generation_config.json"
         if there(generation):
-            ids += _ids(read_json(generation).get("eos_token_id"))
+            ids += _ids(generation, "eos_token_id", read_json(generation))
         return ids
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+def _ids(path: Path, key: str, said: dict[str, Any]) -> list[int]:
+    """The ids of one key, negative ones left out: they say that there is none."""
+    value = said.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [v for v in values if not isinstance(v, int) or isinstance(v, bool)]
+    if wrong:
+        raise UserError(f"{path}: '{key}' must be a token id or a list of them, got {_short(wrong[0])}")
+    return [v for v in values if v >= 0]
 
 
 def _content(token: Any) -> str | None:
