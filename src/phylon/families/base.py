@@ -10,32 +10,13 @@ from torch import Tensor
 from phylon.checkpoint import Layout
 from phylon.checkpoint.files import quoted
 from phylon.checkpoint.source import TensorSource
+from phylon.families.lacking import lacking
 from phylon.families.neutral import CHECKED, NEUTRAL, refusal, shown
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 
 _MISSING = object()
 MOST = 1e12
-
-_NO_IMAGES = "its text is read beside images, which no family computes"
-_ROUTER = "its router exists (norm_topk_prob says which of two), but no family file says it with the names of this one"
-
-# What some common model_types need that no family has.
-_LACKING = {
-    "qwen3_moe": _ROUTER,
-    "qwen2_moe": "its shared expert has a gate of its own, which is no mechanism here",
-    "olmoe": "its queries and keys are normalised over all heads at once, which is no mechanism here",
-    "gemma2": "soft-capped scores between norms on both sides of a branch exist, but no family file arranges them",
-    "gemma3": _NO_IMAGES,
-    "llava": _NO_IMAGES,
-    "mllama": _NO_IMAGES,
-    "qwen2_vl": _NO_IMAGES,
-    "qwen2_5_vl": _NO_IMAGES,
-    "rwkv": "its recurrence (time mixing) is no mechanism here",
-    "whisper": "its encoder embeds audio frames, which is no mechanism here",
-    "wav2vec2": "its encoder embeds audio frames, which is no mechanism here",
-    "clip": "its two towers are compared with each other, which is no head here",
-}
 
 
 def _quoted_values(message: str) -> list[tuple[str, str]]:
@@ -289,15 +270,15 @@ def _preset_name(name: str) -> str:
     return found
 
 
-def hf_format(model_type: str) -> tuple[Family, HFFormat]:
-    """The family that reads one ``model_type``."""
+def hf_format(model_type: str, config: Mapping[str, Any] | None = None) -> tuple[Family, HFFormat]:
+    """The family that reads one ``model_type``; ``config``: what may say why there is none."""
     known = {m: f for f in families() if f.hf for m in f.hf.model_types}
     found = known.get(model_type)
     if found is None or found.hf is None:
         near = did_you_mean(model_type, known)
         raise UserError(
             f"unknown model_type {quoted(model_type)}{near if 'did you mean' in near else ''}: "
-            f"{_LACKING.get(model_type, 'no family file says it yet')} (known: {', '.join(sorted(known))})"
+            f"{lacking(model_type, config or {})} (known: {', '.join(sorted(known))})"
         )
     return found, found.hf
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from phylon.checkpoint import Computed, Copied, Drop, Fallback, Layout, Rename, Rule, Tied
 from phylon.families.base import Config
-from phylon.families.decoder import head_width, part
+from phylon.families.decoder import embed_of, head_width, part
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import Classify, MaskedLM, Pooled, Span
@@ -183,9 +183,13 @@ def head_dropout(spec: ModelSpec) -> float | None:
 def bert_rules(spec: ModelSpec, prefix: str) -> list[Rule | Drop]:
     """Embeddings, blocks and pooler in BERT's names; ``prefix`` is that of the bare model inside one with heads."""
     theirs, ours = prefix + "encoder.layer.{i}.", "encoder.blocks.{i}."
+    # RoFormer has none: files that have them are those of a sibling.
+    learned = [Rename(prefix + "embeddings.position_embeddings.weight", "encoder.embed.positions.weight")]
+    if embed_of(encoder_of(spec)).positions is None:
+        learned = []
     rules: list[Rule | Drop] = [
         Rename(prefix + "embeddings.token_type_embeddings.weight", "encoder.embed.types.weight"),
-        Rename(prefix + "embeddings.position_embeddings.weight", "encoder.embed.positions.weight"),
+        *learned,
         *norm_rules(prefix + "embeddings.LayerNorm", "encoder.embed.norm"),
         Rename(theirs + "attention.self.query.{p}", ours + "attn.q_proj.{p}"),
         Rename(theirs + "attention.self.key.{p}", ours + "attn.k_proj.{p}"),

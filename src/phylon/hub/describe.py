@@ -112,7 +112,7 @@ def _hf(path: Path) -> Description:
     refuse_quantised(data, path)
     where = str(path / "config.json")
     with named(where):
-        family, fmt = hf_format(model_type)
+        family, fmt = hf_format(model_type, data)
     config = Config(data, where, lambda: _stored_names(path))
     try:
         _one_architecture(config, fmt, data.get("architectures"))

@@ -124,8 +124,8 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     """What to say, and whether it is sure, where another family's tensor names fit the file better than its own do.
 
     Better is: a tenth more of the names have a place; or not fewer names do, not fewer of the rules are used, and one
-    of the two is more. Where the file's names fit both fully (GPT-2 and StarCoder differ in shapes alone), both are
-    named too.
+    of the two is more. Where the file's names fit both alike (GPT-2 and StarCoder differ in shapes alone, BERT and
+    RoBERTa without heads too), both are named.
     """
     if found.format != "hf" or found.family is None:
         return "", False
@@ -136,7 +136,7 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     nearest = " or ".join(f"'{name}'" for name, fit in fits.items() if fit == best)
     if best > own:
         said = f"its tensors are those of family {nearest}"
-    elif best == own == (1.0, 1.0):
+    elif best == own and own[0] == 1.0:
         said = f"its tensors' names are also those of family {nearest}"
     else:
         return "", False
