@@ -131,6 +131,11 @@ def test_rotary_tables_that_agree() -> None:
         assert read("llama", same) == once
 
 
+def test_a_silent_gemma_has_its_own_two_thetas() -> None:
+    stack = read("gemma3", {"rope_theta": ..., "rope_local_base_freq": ..., "rope_scaling": ...}).last_stack
+    assert {block.op("attn").rotary.theta for block in stack.blocks} == {1e4, 1e6}  # pyrefly: ignore
+
+
 GEMMA = {"rope_type": "linear", "factor": 8.0}
 PAIRS = {
     "gemma theta": (

@@ -170,7 +170,8 @@ def _read_rotaries(config: Config, head_dim: int, max_seq_len: int) -> tuple[Rot
     newer = config.take("rope_parameters", None, dict) or {}
     said = {"rope_theta": config.take("rope_theta", None), **(plain_table(config, "rope_scaling") or {})}
     older = {"full_attention": said, "sliding_attention": {"rope_theta": config.take("rope_local_base_freq", None)}}
-    tables = {"full_attention": {"rope_theta": theta, **said}, "sliding_attention": {"rope_theta": local_theta}}
+    full = {"rope_theta": theta, **{key: value for key, value in said.items() if value is not None}}
+    tables = {"full_attention": full, "sliding_attention": {"rope_theta": local_theta}}
     for kind, table in newer.items():
         if kind not in tables or not isinstance(table, dict):
             raise UserError(f"{config.where}: 'rope_parameters' must be by {' and '.join(tables)}, got '{kind}'")
