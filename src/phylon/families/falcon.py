@@ -111,7 +111,7 @@ def falcon_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    d_model, n_heads = config.size(config.name_of("hidden_size", "n_embed")), config.size("num_attention_heads")
     max_seq_len = config.size("max_position_embeddings", 2048)
     alibi = config.take("alibi", False, bool)
     why = "Falcon's residual is taken before the norm"

@@ -126,7 +126,7 @@ def read_config(config: Config) -> ModelSpec:
         n_kv_heads=config.size("num_key_value_heads", None) if "num_key_value_heads" in config else 8,
         head_dim=config.size("head_dim", None),
         d_ff=config.size("intermediate_size", 14_336),
-        n_experts=config.size("num_experts", 16, most=65_536),
+        n_experts=config.size(config.name_of("num_experts", "num_local_experts"), 16, most=65_536),
         top_k=config.size("num_experts_per_tok", 2, most=65_536),
         attention_period=config.size("attn_layer_period", 8),
         attention_offset=int(config.take("attn_layer_offset", 4, int)),

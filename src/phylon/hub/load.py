@@ -21,6 +21,7 @@ from phylon.families import families
 from phylon.hub.describe import Description, describe, named
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
 from phylon.spec.errors import UserError
+from phylon.spec.files import there
 from phylon.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 UNREAD = "unread."
@@ -143,8 +144,8 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     """What to say, and whether it is sure, where another family's tensor names fit the file better than its own do.
 
     Better is: a tenth more of the names have a place; or not fewer names do, not fewer of the rules are used, and one
-    of the two is more. Where the file's names fit both fully (GPT-2 and StarCoder differ in shapes alone), both are
-    named too.
+    of the two is more. Where the file's names fit both alike (GPT-2 and StarCoder differ in shapes alone, BERT and
+    RoBERTa without heads too), both are named.
     """
     if found.format != "hf" or found.family is None:
         return "", False
@@ -155,7 +156,7 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     nearest = " or ".join(f"'{name}'" for name, fit in fits.items() if fit == best)
     if best > own:
         said = f"its tensors are those of family {nearest}"
-    elif best == own == (1.0, 1.0):
+    elif best == own and own[0] == 1.0:
         said = f"its tensors' names are also those of family {nearest}"
     else:
         return "", False
@@ -204,4 +205,4 @@ def _gguf_vocabulary(source: TensorSource) -> tuple[Tokenizer | None, Generation
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
-    return load_tokenizer(path) if path.is_dir() and any((path / name).exists() for name in _TOKENIZER_FILES) else None
+    return load_tokenizer(path) if path.is_dir() and any(there(path / name) for name in _TOKENIZER_FILES) else None

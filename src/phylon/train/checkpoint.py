@@ -23,6 +23,7 @@ from phylon.checkpoint.files import checksum
 from phylon.checkpoint.source import TensorSource
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
+from phylon.spec.files import read_file
 from phylon.train.rng import RandomState
 from phylon.train.scaling import LossScale
 from phylon.train.spikes import SpikeState
@@ -174,8 +175,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint below ``folder``: the one ``latest`` names, else the highest step."""
     found = checkpoints(folder)
     try:
-        named = folder / (folder / "latest").read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        named = folder / read_file(folder / "latest").decode().strip()
+    except (UserError, UnicodeDecodeError):
         named = None
     return named if named in found else found[-1] if found else None
 
