@@ -80,7 +80,6 @@ class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
 
     path: str
     patterns: tuple[str, ...] = TEXT_PATTERNS
-    empty: Policy = "skip"
 
     def documents(self) -> Iterator[Document]:
         return usable(self, self._files(), self._document)
@@ -136,7 +135,6 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
     path: str
     field: str = "text"
     weight: str | None = None
-    empty: Policy = "skip"
 
     def documents(self) -> Iterator[Document]:
         found, lines = False, read_lines(Path(self.path), self)

@@ -20,17 +20,17 @@ def making_way(overrides: Mapping[str, Any]) -> dict[str, None]:
 
 
 def idle(recipe: "Recipe") -> dict[str, str]:
-    """The settings that have no effect in this recipe, by dotted path, and why."""
+    """The settings that have no effect in this recipe, by dotted path; why, and what to do."""
     run, objective, found = recipe.run, recipe.objective, {}
     if run.epochs is not None:
-        found["run.steps"] = f"run.epochs = {run.epochs} says how long the run is"
+        found["run.steps"] = f"run.epochs = {run.epochs} says how long the run is; leave one of them out"
     if objective.by_tokens:
         most = getattr(objective, "max_tokens", None)
-        found["run.batch_size"] = f"objective.max_tokens = {most} says how large a batch is"
+        found["run.batch_size"] = f"objective.max_tokens = {most} says how large a batch is; leave it out, or set that"
     if not objective.reads_text:
-        found["data.seq_len"] = found["data.tokenizer"] = "this objective reads no text"
+        found["data.seq_len"] = found["data.tokenizer"] = "this objective reads no text; leave it out"
     elif "from" in recipe.model and not isinstance(recipe.data.tokenizer, Loaded):
-        found["data.tokenizer"] = "the tokenizer comes with the model of model.from"
+        found["data.tokenizer"] = "the tokenizer comes with the model that model.from names; leave it out"
     return found
 
 
@@ -40,7 +40,7 @@ def refuse_idle(recipe: "Recipe", given: Iterable[str]) -> None:
     for path in given:
         for other, why in found.items():
             if path == other or path.startswith(f"{other}."):
-                raise UserError(f"{path} has no effect, since {why}; leave one of them out")
+                raise UserError(f"{path} has no effect, since {why}")
 
 
 def without_idle(recipe: "Recipe") -> "Recipe":

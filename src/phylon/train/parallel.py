@@ -103,6 +103,10 @@ class Parallel:
         """The norm of the whole gradient, from that of this process's part of it."""
         return self.world.sum([value**2])[0] ** 0.5 if self.kind == "fsdp" else value
 
+    def finite(self) -> bool:
+        """Whether every number of this process's parameters is one."""
+        return all(bool(torch.isfinite(p.detach()).all()) for p in self.parameters().values())
+
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` by parameter (or ``<what>.<parameter>``) with every shard put together; all must call it."""
         return {name: self._whole(name, tensor) for name, tensor in tensors.items()}

@@ -81,7 +81,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
 
     def _usable(self, source: object, images: Images) -> np.ndarray:
         """The numbers of the images that can be read and are of one shape; all where the source passes over none."""
-        if policy(source, "unreadable") == "refuse":
+        if policy(source, "unreadable") != "skip":
             return np.arange(len(images))
         shape = self._first_shape(source, images)
 
