@@ -41,7 +41,7 @@ class Task(Spec, frozen=True, kw_only=True):
         """A record of the source as one of the mixture: its own fields, the prefix in front of what is read."""
         read, said = text_of(record, self.input), text_of(record, self.target)
         fields = {**record.fields, "input": self.prefix + read, "target": said, "task": self.name}
-        return Record(fields, f"{self.name}/{record.name}")
+        return Record(fields, f"{self.name}/{record.name}", record.cells)
 
 
 class Mixture(Policies, frozen=True, kw_only=True, tag="mixture"):

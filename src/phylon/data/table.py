@@ -93,7 +93,7 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
             where, cells = f"{name}:{row[0]}", row[1]
             if len(cells) != len(columns):
                 raise UserError(f"{where}: {len(cells)} cells for the {len(columns)} columns {', '.join(columns)}")
-            return Record(dict(zip(columns, (checked(cell, where) for cell in cells), strict=True)), where)
+            return Record(dict(zip(columns, (checked(cell, where) for cell in cells), strict=True)), where, cells=True)
 
         return usable(self, rows, record)
 

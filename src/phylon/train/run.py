@@ -23,7 +23,7 @@ from phylon.train.resume import check_before
 from phylon.train.session import OtherData
 from phylon.train.sources import changed_files, check_files, note_files
 from phylon.train.trainer import Trainer
-from phylon.train.world import World, join_world, leave_world
+from phylon.train.world import PeerLost, World, join_world, leave_world, lost_peer
 
 
 @dataclass(kw_only=True)
@@ -101,6 +101,14 @@ def train(
         model = trainer.whole_model()
         averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
         world.from_first(lambda: _write(trainer, model, averaged, wanted, out))
+    except UserError as error:
+        if not isinstance(error, PeerLost):
+            world.failed(error)  # before the others find this process gone
+        raise
+    except RuntimeError as error:
+        if world.size == 1 or not lost_peer(error):
+            raise
+        raise PeerLost("another process of this run is gone before it began to train; start all again") from None
     finally:
         lock.release()
         leave_world(world)

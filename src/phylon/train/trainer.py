@@ -26,7 +26,7 @@ from phylon.train.rng import random_state_kept
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
 from phylon.train.spikes import RollBack
 from phylon.train.threads import faster_threads
-from phylon.train.world import lost_peer
+from phylon.train.world import PeerLost, lost_peer
 
 MAX_SKIPPED_IN_ROW = 10
 
@@ -64,7 +64,7 @@ class Trainer(Looks):
                 raise
             last = latest_checkpoint(self.checkpoints)
             kept = "there is no checkpoint yet" if last is None else f"the last good state is {last}"
-            raise UserError(f"another process of this run is gone: {kept}; start all again with --resume") from None
+            raise PeerLost(f"another process of this run is gone: {kept}; start all again with --resume") from None
         finally:
             for callback in self.callbacks:
                 callback.ended(self.state)

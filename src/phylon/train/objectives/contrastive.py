@@ -93,7 +93,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
             hashed = hashlib.blake2b(text_of(record, self.pair).encode(), digest_size=8).digest()
             found["same"] = np.frombuffer(hashed, np.int64)[0]  # pyrefly: ignore[unsupported-operation]
             if self.weight is not None:
-                found["weights"] = np.array(weight_of(record.fields, record.name, self.weight), np.float32)
+                found["weights"] = np.array(weight_of(record, self.weight), np.float32)
             return found
 
         return list(usable(source, source.records(), example))

@@ -120,7 +120,7 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         return found
 
     def _row(self, record: Record) -> _Row:
-        task, weight = str(record.fields.get("task", ONE_TASK)), weight_of(record.fields, record.name, self.weight)
+        task, weight = str(record.fields.get("task", ONE_TASK)), weight_of(record, self.weight)
         return _Row(task, text_of(record, self.input), text_of(record, self.target), weight)
 
     def _example(self, tokenizer: Tokenizer, source: list[int], target: list[int], most: int) -> Arrays:

@@ -138,7 +138,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
 
     def _pair(self, record: Record) -> tuple[str, str, float]:
         source, target = text_of(record, self.source).strip(), text_of(record, self.target).strip()
-        return source, target, weight_of(record.fields, record.name, self.weight)
+        return source, target, weight_of(record, self.weight)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"lm": n_learned(batch), **self.router_counts(batch)}
