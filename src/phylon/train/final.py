@@ -34,6 +34,18 @@ def check_metric(name: str, metrics: Mapping[str, float]) -> None:
         raise UserError(f"run.best names no metric of this objective: '{name}'{did_you_mean(name, metrics)}")
 
 
+def check_kept(recipe: Recipe) -> None:
+    """``check_metric`` and ``check_average`` as far as the recipe alone can tell."""
+    run, measured = recipe.run, recipe.objective.measured()
+    if run.best is not None:
+        if not recipe.data.held_out:
+            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
+        if measured is not None:
+            check_metric(run.best, dict.fromkeys(("loss", *measured), 0.0))
+    if run.epochs is None:
+        check_average(run)
+
+
 def check_average(run: RunRecipe) -> None:
     """Refuse a ``run.average`` of more checkpoints than the run will write."""
     written = 1 if run.save_every is None else -(-run.steps // run.save_every)

@@ -27,6 +27,8 @@ Kind = Literal["ddp", "fsdp"]
 def check_parallel(recipe: Any) -> None:
     """Refuse what several processes cannot share: fewer rows than parts, and shards for what needs whole matrices."""
     size, run = int(os.environ.get("WORLD_SIZE", "1")), recipe.run
+    if size > 1 and recipe.objective.whole_batch:
+        raise UserError("this objective needs its batch whole, and several processes would share it; start one")
     if size > 1 and not recipe.objective.by_tokens and run.batch_size < size * run.accumulate:
         raise UserError(
             f"a batch of {run.batch_size} rows cannot be shared by {size} processes in {run.accumulate} parts each; "

@@ -88,8 +88,6 @@ class Session:
         self.precision = resolve_precision(run.precision, self.device)
         if run.best is not None and held_out is None:
             raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
-        if world.size > 1 and self.objective.whole_batch:
-            raise UserError("this objective needs its batch whole, and several processes would share it; start one")
         native.refresh()
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phylon.data.labelled import Answered, read_answers
+from phylon.data.labelled import Answered, GivesRecords, read_answers
 from phylon.data.passed import usable
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
@@ -58,6 +58,12 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     def text_fields(self) -> tuple[str, ...]:
         return self.question, self.context
 
+    def read(self, source: GivesRecords) -> Iterator[Answered]:
+        return read_answers(source, self.question, self.context, self.answer, self.start, self.weight)
+
+    def measured(self) -> tuple[str, ...]:
+        return "exact_match", "f1"
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
         need_head(spec, self.head, Span, "answers")
@@ -69,8 +75,7 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     def feed(self, material: Material) -> Feed:
         made: dict[str, list[Arrays]] = {}
         for which, source in parts(material):
-            rows = read_answers(source, self.question, self.context, self.answer, self.start, self.weight)
-            asked = list(usable(source, rows, lambda row: (row, list(self.windows(material, row)))))
+            asked = list(usable(source, self.read(source), lambda row: (row, list(self.windows(material, row)))))
             made[which] = [
                 self.with_weight(example, row.weight) | (_reference(row, number) if which == "held-out" else {})
                 for number, (row, windows) in enumerate(asked)

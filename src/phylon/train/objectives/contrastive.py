@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -58,6 +58,15 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
 
     def split_by(self) -> tuple[str, ...]:
         return self.text, self.pair
+
+    def read(self, source: GivesRecords) -> Iterator[tuple[str, str, float]]:
+        def pair(record: Record) -> tuple[str, str, float]:
+            return text_of(record, self.text), text_of(record, self.pair), weight_of(record, self.weight)
+
+        return usable(source, source.records(), pair)
+
+    def measured(self) -> tuple[str, ...]:
+        return ("retrieval",)
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)

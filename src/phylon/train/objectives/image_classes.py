@@ -74,6 +74,9 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             )
         self._check_shape(embed, self._first_shape(source, images))
 
+    def measured(self) -> tuple[str, ...]:
+        return "accuracy", "f1"
+
     def _first_shape(self, source: object, images: Images) -> tuple[int, ...]:
         """(C, H, W) of the first image that can be read: that of all of them."""
         read = usable(source, range(len(images)), lambda index: tuple(self.pixels(images.pixels(index)).shape))
