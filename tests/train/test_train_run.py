@@ -280,10 +280,34 @@ def test_data_that_were_moved_or_touched_are_the_same_and_changed_files_are_name
     assert train(recipe, out=out, overrides=short, resume=True, device="cpu").steps == 2
     (tmp_path / "texts" / "b.txt").write_text("the mat b sat on the cat. " * 20)
     (tmp_path / "texts" / "c.txt").rename(tmp_path / "texts" / "d.txt")
-    with pytest.raises(
-        UserError, match=r"the data position cannot be resumed.*changed: 'b.txt'; new: 'd.txt'; gone: 'c"
-    ):
+    with pytest.raises(UserError) as caught:
         train(recipe, out=out, overrides=short, resume=True, device="cpu")
+    assert str(caught.value) == (
+        "the data are not those of this run (changed: 'b.txt'; new: 'd.txt'; gone: 'c.txt'): put them back, or resume "
+        "with --allow-changes to go on with what is there"
+    )
+    assert len(list((out / "data").iterdir())) == 1, "said before anything is tokenised"
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_data_may_be_changed_on_the_way_if_told(tmp_path, epochs):
+    """The fix that the refusal names works, and what is there then is what the next resumption compares with."""
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"the cat {name} sat on the mat. " * 20)
+    few = {"run.steps": 2} if epochs is None else {"run.epochs": epochs}
+    short = few | {"data.held_out": 0.0, "data.source": str(tmp_path / "texts")}
+    recipe, out = recipe_from_toml(SMALL), tmp_path / "run"
+    done = train(recipe, out=out, overrides=short, device="cpu").steps
+    (tmp_path / "texts" / "c.txt").write_text("the mat c sat on the cat. " * 30)
+    later = short | ({"run.steps": 4} if epochs is None else {"run.epochs": epochs + 1})
+    with pytest.raises(UserError, match="--allow-changes"):
+        train(recipe, out=out, overrides=later, resume=True, device="cpu")
+    went = train(recipe, out=out, overrides=later, resume=True, allow_changes=True, device="cpu")
+    assert went.steps > done
+    (record,) = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "resumed"]
+    assert "the training data have changed" in record["changes"]
+    assert train(recipe, out=out, overrides=later, resume=True, device="cpu").steps == went.steps
 
 
 @pytest.mark.parametrize("most", [None, 1000])
@@ -296,7 +320,7 @@ def test_files_of_one_name_are_told_apart(tmp_path, most):
     note_files(source, tmp_path)
     assert changed_files(source, tmp_path) == ""
     (tmp_path / "en" / "train.txt").write_text("another line\n")
-    assert changed_files(source, tmp_path) == "; changed: 'source/train.txt'"
+    assert changed_files(source, tmp_path) == " (changed: 'source/train.txt')"
 
 
 def test_a_recipe_in_the_runs_own_folder_is_kept(tmp_path):

@@ -36,6 +36,7 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
     check_threads(recipe.run.threads)
     check_parallel(recipe)
     check_kept(recipe)
+    model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)  # before a file of it is read
     tokenizer = _known_tokenizer(recipe)
     spec = model_spec(recipe, _expected_vocabulary(recipe, tokenizer))
     check_tune(build_meta(spec), recipe.tune)
