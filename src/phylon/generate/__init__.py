@@ -8,6 +8,7 @@ from phylon.generate.encode import encode
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
+from phylon.generate.taught import answer, label_words, rate, taught
 from phylon.spec.package import make_callable
 
 __all__ = [
@@ -21,15 +22,19 @@ __all__ = [
     "Sampling",
     "Score",
     "TextStream",
+    "answer",
     "beam_search",
     "classifier",
     "classify",
     "encode",
     "generate",
+    "label_words",
+    "rate",
     "run",
     "score",
     "score_choices",
     "stream",
+    "taught",
 ]
 
 

@@ -24,6 +24,8 @@ def with_epochs(recipe: Recipe, loader: Batches) -> Recipe:
     steps = getattr(loader, "steps_per_epoch", None)
     if steps is None:
         raise UserError("these data have no end, so run.epochs says nothing; give run.steps")
+    if run.epochs * steps >= 2**63:
+        raise UserError(f"run.epochs {run.epochs} are more steps than can be counted; lower it")
     every = steps if run.eval_every is None else run.eval_every
     return recipe.replace(run=run.replace(steps=run.epochs * steps, eval_every=every))
 

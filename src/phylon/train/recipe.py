@@ -159,14 +159,18 @@ class Recipe(Spec, frozen=True, kw_only=True):
         if len(forms) != 1:
             raise UserError(f"[model] needs exactly one of {', '.join(MODEL_FORMS)}; got {', '.join(forms) or 'none'}")
         for path, number in _numbers(to_data(self), ""):
+            if isinstance(number, int):
+                if abs(number) >= 2**63:
+                    raise UserError(f"{path} must be below 2^63, got {number}")
+                continue
             # An infinite number has its uses in a model (a limit that is none), and nowhere else.
             if math.isnan(number) or (math.isinf(number) and not path.startswith("model.")):
                 raise UserError(f"{path} must be a finite number, got {number}")
 
 
-def _numbers(data: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Every float in plain data, with its dotted path."""
-    if isinstance(data, float):
+def _numbers(data: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    """Every number in plain data, with its dotted path."""
+    if isinstance(data, int | float):
         yield path, data
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
     for key, value in items:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phylon.data.labelled import Answered, GivesRecords, read_answers
 from phylon.data.passed import usable
+from phylon.generate.taught import best_span
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -144,19 +145,6 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
             "exact_match": sum(exact_match(*pair) for pair in pairs) / len(pairs),
             "f1": sum(token_f1(*pair) for pair in pairs) / len(pairs),
         }
-
-
-def best_span(scores: Tensor, spans: Tensor, most: int) -> tuple[float, int, int]:
-    """The best span of at most ``most`` tokens of the context: by how much it beats column 0, and its characters.
-
-    ``scores`` (T, 2) are those of start and end; only tokens with ``spans`` (T, 2) of the context may be either.
-    """
-    inside = spans[:, 0] >= 0
-    start, end = (scores[:, side].masked_fill(~inside, -torch.inf) for side in (0, 1))
-    both = start[:, None] + end[None, :]
-    both = both.masked_fill(~torch.ones_like(both, dtype=torch.bool).triu().tril(most - 1), -torch.inf)
-    first, last = divmod(int(both.argmax()), len(scores))
-    return float(both[first, last] - scores[0].sum()), int(spans[first, 0]), int(spans[last, 1])
 
 
 def _answered(window: Arrays) -> bool:

@@ -18,6 +18,7 @@ from phylon.data.labelled import (
     score,
 )
 from phylon.data.passed import usable
+from phylon.generate.taught import first_tokens
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss, Targets
@@ -266,16 +267,9 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
     def _example(self, material: Material, words: list[str], labels: list[int], where: str) -> Arrays:
         joint = shortened(material.text.encode_joint(" ".join(words)), material.recipe.data.seq_len)
         targets = np.full(len(joint.ids), IGNORE, np.int64)
-        start = token = 0
-        for word, label in zip(words, labels, strict=True):
-            end = start + len(word)
-            # A byte-level token may hold the space before its word, so that its span begins with the word or before it.
-            while token < len(joint.ids) and (joint.texts[token] is None or joint.spans[token][1] <= start):
-                token += 1
-            if token < len(joint.ids) and joint.spans[token][0] < end:
-                targets[token] = label
-                token += 1
-            start = end + 1
+        for place, label in zip(first_tokens(joint, words), labels, strict=True):
+            if place is not None:
+                targets[place] = label
         return joint_arrays(joint, material.spec, where) | {"targets": targets}
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 N_SHOWN = 2
 END, PAD = "</s>", "<pad>"
+MOST_SENTINELS = 10_000
 
 
 class Denoising(TokenObjective, frozen=True, kw_only=True):
@@ -50,6 +51,11 @@ class Denoising(TokenObjective, frozen=True, kw_only=True):
 
     corruption: Corruption = RandomSpans()
     n_sentinels: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.n_sentinels <= MOST_SENTINELS:
+            raise UserError(f"n_sentinels must be from 0 to {MOST_SENTINELS:,}, got {self.n_sentinels}")
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         if spec.decoder is None or not spec.heads:
