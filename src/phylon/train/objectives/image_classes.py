@@ -73,6 +73,12 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
                 f"set its n_classes to {len(images.classes)}"
             )
         self._check_shape(embed, self._first_shape(source, images))
+        if self.augment is not None:
+            side = min(next(usable(source, range(len(images)), images.pixels)).shape[1:])
+            if self.augment.padding >= side:
+                raise UserError(
+                    f"objective.augment.padding {self.augment.padding} must be below the {side} pixels of an image"
+                )
 
     def measured(self) -> tuple[str, ...]:
         return "accuracy", "f1"
