@@ -410,3 +410,41 @@ def test_kill_9_at_random_moments_loses_nothing_that_was_saved(tmp_path):
     for name in ("model", "optimizer", "ema", "random"):
         files = [latest_checkpoint(out / "checkpoints") / f"{name}.safetensors" for out in (log.parent, whole.out)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_while_the_first_goes_on(tmp_path):
+    """Whatever the second one wants of the folder, the first one's run is the one nobody had disturbed."""
+    text = SMALL.replace("steps = 12", "steps = 300\nsave_every = 20\nthreads = 1")
+    (tmp_path / "recipe.toml").write_text(text)
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "phylon.cli", "train", str(tmp_path / "recipe.toml"), "--out", str(out)]
+    command += ["--device", "cpu"]
+
+    def start(*more):
+        env = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([*command, *more], env=env, stderr=subprocess.PIPE, text=True)
+
+    first = start()
+    while latest_checkpoint(out / "checkpoints") is None:
+        time.sleep(0.02)
+        assert first.poll() is None, first.stderr.read()
+    # Held while the others try, so that it is still there when they do.
+    first.send_signal(signal.SIGSTOP)
+    try:
+        others = [start(*more) for more in ((), ("--resume",), ("--fresh",), ("--resume", "--allow-changes"))]
+        said = [other.communicate(timeout=120)[1].splitlines() for other in others]
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert [other.returncode for other in others] == [2] * 4, said
+    assert all(len(lines) == 1 for lines in said), said
+    # The plain one is told first that a run is there.
+    assert "already holds a run" in said[0][0]
+    assert all("another process is training in" in lines[0] for lines in said[1:]), said
+    assert first.wait(timeout=120) == 0, first.stderr.read()
+    assert sorted(losses(out)) == list(range(300))
+    whole = train(recipe_from_toml(text), out=tmp_path / "whole", device="cpu")
+    assert losses(out) == losses(whole.out)
+    again = start("--resume")
+    assert again.wait(timeout=120) == 0
