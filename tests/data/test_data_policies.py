@@ -95,7 +95,7 @@ def test_tasks_of_a_mixture_have_their_own_policies():
     found = Mixture(tasks=(Task(name="x", source=lenient, prefix="p: "),)).records()
     assert [record.fields["input"] for record in found] == ["p: a", "p: c"]
     tasks = (Task(name="x", source=lenient), Task(name="y", source=strict))
-    with pytest.raises(UserError, match="record:1: .* is empty; data.source.tasks.1.source.empty=skip passes over"):
+    with pytest.raises(UserError, match=r"record:1: .* is empty; data.source.tasks.1.source.empty=skip passes over"):
         list(Mixture(tasks=tasks).records())
 
 
@@ -130,7 +130,7 @@ def test_what_an_objective_cannot_use_of_a_mixture_is_up_to_the_mixture():
     mixture = Mixture(tasks=(Task(name="t", source=rows, input="a", target="b"),))
     read = lambda source: [row.text for row in read_texts(source, "input", None, "label")]
     lenient, mixture = mixture, mixture.replace(empty="refuse")
-    with pytest.raises(UserError, match="t/record:1: the label in 'label' is missing; data.source.empty=skip"):
+    with pytest.raises(UserError, match=r"t/record:1: the label in 'label' is missing; data.source.empty=skip"):
         read(mixture)
     assert read(lenient) == ["one"]
     assert mixture.fingerprint() != lenient.fingerprint()

@@ -24,9 +24,7 @@ KINDS = {
 
 def trained(kind, number, folder):
     recipe = folder / "recipe.toml"
-    recipe.write_text(
-        "schema = 1\n" + TINY[kind][number] + "\n[run]\nsteps = 1\nthreads = 1\n", "utf-8"
-    )
+    recipe.write_text("schema = 1\n" + TINY[kind][number] + "\n[run]\nsteps = 1\nthreads = 1\n", "utf-8")
     assert main(["train", str(recipe), "--out", str(folder / "run"), "--device", "cpu"]) == 0
     return folder / "run" / "model"
 

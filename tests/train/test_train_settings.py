@@ -38,11 +38,19 @@ def test_the_command_line_has_the_say_over_the_length_of_a_run(name, changes, wa
     ("name", "changes", "words"),
     [
         ("demo", {"run.steps": 5, "run.epochs": 2}, r"run.steps has no effect, since run.epochs = 2"),
-        ("vit", {"run.max_minutes": 3}, r"run.epochs = 50 .* run.max_minutes = 3.0; choose one and set the other to none"),
+        (
+            "vit",
+            {"run.max_minutes": 3},
+            r"run.epochs = 50 .* run.max_minutes = 3.0; choose one and set the other to none",
+        ),
         ("translation", {"run.batch_size": 64}, r"run.batch_size has no effect, since objective.max_tokens = 25000"),
         ("vit", {"data.seq_len": 64}, r"data.seq_len has no effect, since this objective reads no text"),
         ("vit", {"data.tokenizer": "char"}, r"data.tokenizer has no effect"),
-        ("finetune", {"data.tokenizer.vocab_size": 300}, r"data.tokenizer.vocab_size .* the model that model.from names"),
+        (
+            "finetune",
+            {"data.tokenizer.vocab_size": 300},
+            r"data.tokenizer.vocab_size .* the model that model.from names",
+        ),
         ("demo", {"model.from": "smollm2", "data.tokenizer": "char"}, r"data.tokenizer has no effect"),
     ],
 )
@@ -54,7 +62,7 @@ def test_what_would_be_lost_is_refused_with_what_takes_its_place(name, changes, 
 def test_a_file_that_says_both_is_refused_and_a_runs_own_recipe_is_not(tmp_path):
     text = recipe_to_toml(load_recipe("text-classes"))
     assert "steps" not in text
-    with pytest.raises(UserError, match="run.steps has no effect, since run.epochs = 3"):
+    with pytest.raises(UserError, match=r"run.steps has no effect, since run.epochs = 3"):
         recipe_from_toml(text.replace("epochs = 3", "epochs = 3\nsteps = 9"))
     translation = load_recipe("translation")
     assert "batch_size" not in recipe_to_toml(translation)

@@ -111,7 +111,9 @@ def test_a_batch_without_anything_to_learn_changes_no_weight(tmp_path, what):
 
 def test_a_run_that_gets_on_no_more_is_saved_and_goes_on_behind_the_bad_steps(tmp_path):
     good = 5
-    with pytest.raises(UserError, match=r"10 steps in a row were skipped.* data of step 14; .* saved in .*step-00000015"):
+    with pytest.raises(
+        UserError, match=r"10 steps in a row were skipped.* data of step 14; .* saved in .*step-00000015"
+    ):
         train(tmp_path, steps=40, loader=Nothing(range(good, good + 17)))
     saved = load_checkpoint(latest_checkpoint(tmp_path / "checkpoints"))
     whole = train(tmp_path / "short", steps=good)
@@ -242,7 +244,7 @@ def test_ten_bad_steps_in_a_row_end_the_run_with_its_checkpoint_kept(tmp_path):
     good = latest_checkpoint(tmp_path / "checkpoints")
     with torch.no_grad():
         model.decoder.norm_final.bias.fill_(math.nan)
-    with pytest.raises(UserError, match="10 steps in a row.* no longer finite, and the last good state is .*00000002"):
+    with pytest.raises(UserError, match=r"10 steps in a row.* no longer finite, and the last good state is .*00000002"):
         train(tmp_path, model=model, save_every=5)
     assert load_checkpoint(good).manifest.run.step == 2
 
@@ -372,7 +374,7 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_is_named(tmp_path):
     before = weights(model)
     recipe = toy_recipe(steps=3).replace(objective=LostLoss())
     trainer = Trainer(model, ToyLoader(), recipe, tmp_path, [listen])
-    with pytest.raises(UserError, match="nothing was learned: all 3 steps .* because the loss is not finite"):
+    with pytest.raises(UserError, match=r"nothing was learned: all 3 steps .* because the loss is not finite"):
         trainer.run()
     assert trainer.state.skipped == 3
     assert "step 0 skipped: the loss is not finite" in listen.messages

@@ -230,7 +230,9 @@ def test_the_weight_of_a_record_is_a_number(value):
     """With the record and the field named; of a table's cells, which are text, a written number is one."""
     with pytest.raises(UserError, match=r"^rows:7: the weight in 'w' is "):
         weight_of(Record({"w": value}, "rows:7"), "w")
-    assert weight_of(Record({"w": 2}, "rows:7"), "w") == weight_of(Record({"w": "2.0"}, "t.tsv:7", cells=True), "w") == 2.0
+    assert (
+        weight_of(Record({"w": 2}, "rows:7"), "w") == weight_of(Record({"w": "2.0"}, "t.tsv:7", cells=True), "w") == 2.0
+    )
     for cell in ("-1", "nan", "inf", "1e300", "x", ""):
         with pytest.raises(UserError, match=r"^t.tsv:7: the weight in 'w' is "):
             weight_of(Record({"w": cell}, "t.tsv:7", cells=True), "w")

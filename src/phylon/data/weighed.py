@@ -12,7 +12,6 @@ from phylon.data.documents import Document, Record
 from phylon.data.passed import Empty
 from phylon.spec.errors import UserError, did_you_mean
 
-
 MOST = float(np.finfo(np.float32).max)
 
 

@@ -1,4 +1,4 @@
-"""Settings that another one takes the place of: given side by side they are refused, so that none is lost in silence."""
+"""Settings that another one takes the place of: side by side they are refused, so that none is lost in silence."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any

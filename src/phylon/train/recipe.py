@@ -75,7 +75,8 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
     """How long, how large, how often.
 
     ``steps``: updates, at most so many with ``max_minutes``, with which the run measures its speed and takes as many as
-    fit, so that the schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below shrink with them.
+    fit, so that the schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below
+    shrink with them.
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
     weights, "fp16" the same with a scaled loss (GPUs), "auto" is bf16 where the machine computes it in hardware.
     ``eval_every``, ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds

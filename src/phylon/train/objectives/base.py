@@ -69,9 +69,9 @@ class Feed(NamedTuple):
 class Objective(Slot):
     """Slot of a training objective. Its life in a run, in order:
 
-    ``check`` before anything is read or written, ``look`` at the first item of the data; ``split``; ``texts`` and ``reserved`` where a vocabulary is trained;
-    ``check_vocabulary``; ``feed``; ``begin`` on the new model; then for every batch ``counts`` of the whole and
-    ``losses`` of each part; ``after_step``; ``evaluate`` now and then.
+    ``check`` before anything is read or written, ``look`` at the first item of the data; ``split``; ``texts`` and
+    ``reserved`` where a vocabulary is trained; ``check_vocabulary``; ``feed``; ``begin`` on the new model; then for
+    every batch ``counts`` of the whole and ``losses`` of each part; ``after_step``; ``evaluate`` now and then.
 
     A batch is a dict of tensors whose first dimension is rows, so that it can be cut into parts (micro-batches,
     processes). ``losses`` gives *sums*, ``counts`` what each is divided by, from the whole batch alone: the gradient is
