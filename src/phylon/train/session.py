@@ -115,6 +115,7 @@ class Session:
         self.samples: list[str] = []
         self._improved = False
         self._reason: str | None = None  # why the last skipped step was
+        self._fix = "look at the data"
         self._last: dict[str, int] = {}
         self._saved: Path | None = None
         self._looks = False  # whether those of this step are still to come

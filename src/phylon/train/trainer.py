@@ -223,6 +223,7 @@ class Trainer(Looks):
         if any(count for name, count in self.objective.counts(batch).items() if name not in auxiliary):
             return False
         self._skip("its batch has nothing to learn (no target, or weights of 0 alone)", {"tensors": []})
+        self._fix = "look at the data"
         return True
 
     def _spike(self, loss: float) -> float | None:
@@ -238,7 +239,7 @@ class Trainer(Looks):
         state.skipped_in_row += 1
         self._log({"kind": "skipped", "step": state.step, **record})
         self._say(f"step {state.step} skipped: {reason}")
-        self._reason = reason
+        self._reason, self._fix = reason, "lower optim.lr, or look at the data"
 
     def _check_going(self) -> None:
         """End a run that does not get on, with the weights of its last good step saved."""
@@ -246,8 +247,8 @@ class Trainer(Looks):
         if state.skipped_in_row < MAX_SKIPPED_IN_ROW:
             return
         raise UserError(
-            f"{state.skipped_in_row} steps in a row were skipped, the last because {self._reason}: lower optim.lr, or "
-            f"look at the data of step {state.step - 1}; {self._kept()}"
+            f"{state.skipped_in_row} steps in a row were skipped, the last because {self._reason}: {self._fix} of step "
+            f"{state.step - 1}; {self._kept()}"
         )
 
     def _check_learned(self) -> None:
@@ -260,7 +261,7 @@ class Trainer(Looks):
         else:
             return
         why = self._reason or "of what the log says of it"
-        raise UserError(f"{what}, the last because {why}: lower optim.lr, or look at the data; {self._kept()}")
+        raise UserError(f"{what}, the last because {why}: {self._fix}; {self._kept()}")
 
     def _kept(self) -> str:
         """Save the weights if they are whole; where the good ones are."""
