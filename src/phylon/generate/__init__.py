@@ -5,10 +5,10 @@ from phylon.generate.chat import ChatSession
 from phylon.generate.classify import Classified, classifier, classify
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
 from phylon.generate.encode import encode
+from phylon.generate.finetuned import answer, label_words, rate, taught
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
-from phylon.generate.taught import answer, label_words, rate, taught
 from phylon.spec.package import make_callable
 
 __all__ = [

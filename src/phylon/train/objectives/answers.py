@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phylon.data.labelled import Answered, GivesRecords, read_answers
 from phylon.data.passed import usable
-from phylon.generate.taught import best_span
+from phylon.generate.finetuned import best_span
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss

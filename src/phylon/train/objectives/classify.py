@@ -18,7 +18,7 @@ from phylon.data.labelled import (
     score,
 )
 from phylon.data.passed import usable
-from phylon.generate.taught import first_tokens
+from phylon.generate.finetuned import first_tokens
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss, Targets
