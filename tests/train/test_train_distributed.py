@@ -54,7 +54,7 @@ def start(folder: Path, n: int, *more: str, recipe: str = RECIPE, site: Path | N
     """What torchrun does, without its watchdog: n processes that know each other, so that one can be killed alone."""
     path = folder.parent / f"{folder.name}.toml"
     path.write_text(recipe)
-    command = [sys.executable, "-m", "phylon.cli", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
+    command = [sys.executable, "-m", "phylon", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
     if site is not None:
         shared["PYTHONPATH"] += f"{os.pathsep}{site}"
