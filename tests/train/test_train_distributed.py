@@ -147,7 +147,7 @@ def torchrun(folder: Path, *more: str, recipe: str = RECIPE) -> tuple[list[str],
     path = folder.parent / f"{folder.name}.toml"
     path.write_text(recipe)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "phylon.cli", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
+    command = [*launcher, "-m", "phylon", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
     lines = done.stderr.splitlines()

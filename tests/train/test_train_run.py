@@ -419,7 +419,7 @@ def test_a_second_process_is_refused_while_the_first_goes_on(tmp_path):
     (tmp_path / "recipe.toml").write_text(text)
     source = str(Path(__file__).resolve().parents[2] / "src")
     out = tmp_path / "run"
-    command = [sys.executable, "-m", "phylon.cli", "train", str(tmp_path / "recipe.toml"), "--out", str(out)]
+    command = [sys.executable, "-m", "phylon", "train", str(tmp_path / "recipe.toml"), "--out", str(out)]
     command += ["--device", "cpu"]
 
     def start(*more):
