@@ -46,7 +46,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     ``limit``: the seconds that a timed run may take in all.
     ``best``: the best evaluation, by ``run.best``; a checkpoint of that step is kept.
-    ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
+    ``skipped`` counts the updates left out for what was wrong with their batch, ``skipped_in_row`` those just now,
+    ``idle`` all steps that changed no weight (those whose loss scale was too high as well).
     """
 
     step: int = 0
@@ -56,6 +57,7 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replan: int | None = None
     limit: float | None = None
     skipped: int = 0
+    idle: int = 0
     skipped_in_row: int = 0
     best: Best | None = None
     spikes: SpikeState = msgspec.field(default_factory=SpikeState)
