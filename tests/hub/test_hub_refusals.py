@@ -279,8 +279,8 @@ HIDDEN = {
     "min_p": (True, -0.5),
     "repetition_penalty": (True, "x"),
     "do_sample": ("yes", 1),
-    "bos_token_id": (True, "x", {}, 300),
-    "eos_token_id": (True, "x", [1, "x"], 999, [1, 300]),
+    "bos_token_id": (True, "x", {}),
+    "eos_token_id": (True, "x", [1, "x"]),
     "pad_token_id": (True, 0.5),
     "decoder_start_token_id": (300,),
 }
@@ -299,8 +299,8 @@ def test_generation_defaults_are_refused_also_where_nothing_samples(folder, name
 
 
 def test_ids_that_say_that_there_is_none(folder):
-    """A padding token beyond the model's vocabulary is never read: LLaMA 2's tokenizer has one."""
-    said = {"pad_token_id": 300, "bos_token_id": -1, "eos_token_id": [1, -1], "top_k": 0, "temperature": 0.0}
+    """Ids beyond the vocabulary: LLaMA 2's tokenizer pads with one, and small GPT-2s have the large ones' defaults."""
+    said = {"pad_token_id": 300, "bos_token_id": -1, "eos_token_id": [1, -1, 300], "top_k": 0, "temperature": 0.0}
     (folder / "generation_config.json").write_text(json.dumps(said))
     found = load(folder, device="cpu").generation
     assert (found.pad_id, found.bos_id, found.eos_ids, found.top_k) == (None, None, (1,), None)

@@ -1,7 +1,6 @@
 """What lies at a path, from its configuration alone: the format, the family and the spec. No weight is read."""
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,14 +118,11 @@ def _hf(path: Path) -> Description:
     generation = generation_defaults(files, vocab_size)
     with named(str(path)):
         labels = hf_labels(spec, data.get("id2label"))
-    starts = spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None
-    if generation.pad_id is not None and generation.pad_id >= (vocab_size or math.inf):
-        # LLaMA 2's tokenizer pads with a token that its model lacks. Nothing reads padding, except a decoder's start.
-        if starts:
-            raise UserError(f"{where}: {_outside('pad_token_id', generation.pad_id, vocab_size)}")
-        generation = generation.replace(pad_id=None)
-    if starts:
+    if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
+        pad = data.get("pad_token_id")
+        if pad is not None and generation.pad_id is None:
+            raise UserError(f"{where}: {_outside('pad_token_id', pad, vocab_size)}")
         generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(
         path=path,
@@ -234,11 +230,12 @@ def _ids(key: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
     wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
     if wrong:
         raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
-    above = [i for i in found if vocab_size is not None and i >= vocab_size and key != "pad_token_id"]
-    if above:
+    above = [i for i in found if vocab_size is not None and i >= vocab_size]
+    if above and key == "decoder_start_token_id":
         raise UserError(_outside(key, above[0], vocab_size))
-    # A negative id is how some files say that there is none.
-    return tuple(i for i in found if i >= 0)
+    # A negative id is how some files say that there is none. One above comes of the defaults of a larger model (small
+    # GPT-2s of the reference), or of a tokenizer that pads with a token its model lacks (LLaMA 2).
+    return tuple(i for i in found if i >= 0 and i not in above)
 
 
 def _outside(key: str, token: int, vocab_size: int | None) -> str:

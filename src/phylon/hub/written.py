@@ -105,7 +105,7 @@ def _spelled_ids(generation: GenerationDefaults, file: dict[str, Any]) -> dict[s
     ids = _ids(generation)
 
     def means_the_same(key: str) -> bool:
-        own = generation_defaults({key: file[key]})
+        own = generation_defaults({"config.json": {key: file[key]}})
         # More texts' ends may be said beside it, in generation_config.json.
         return _ids(own).get(key) == ids.get(key) or (
             key == "eos_token_id" and own.eos_ids != () and set(own.eos_ids) <= set(generation.eos_ids)
