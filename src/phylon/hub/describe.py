@@ -227,7 +227,7 @@ def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int 
 
 def _ids(key: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
     found = value if isinstance(value, list | tuple) else (value,)
-    wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
+    wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or abs(i) >= 2**31]
     if wrong:
         raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
     above = [i for i in found if vocab_size is not None and i >= vocab_size]
