@@ -269,7 +269,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
 
 
 def _powers(scores: Tensor, shift: Tensor) -> Tensor:
-    """``exp(scores) / 2^shift`` in place. Where it underflows, MKL's ``exp`` takes 200 times as long; ``exp2`` does not."""
+    """``exp(scores) / 2^shift`` in place; where it underflows, MKL's ``exp`` takes 200 times as long, ``exp2`` not."""
     return torch.add(-shift, scores, alpha=_LOG2_E, out=scores).exp2_()
 
 
