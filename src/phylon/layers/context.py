@@ -28,6 +28,7 @@ class Context:
     ``records``: positions (B or 1, T), segments and marks of this call's tokens. ``aligned``: all rows are one document
     without padding that continues the state, so that kernels may align bottom-right and need no mask from records.
     ``memory`` (B, S, D) is the encoder's output with its records. ``embedded`` (B, T, D) is what the embedding gave.
+    ``tables``: embeddings' weights as ``phylon.ops.embedding`` gives them to heads that share them.
     ``aux`` collects named auxiliary terms. ``last_only``: the call asks for the scores of last tokens at most.
     """
 
@@ -40,6 +41,7 @@ class Context:
     memory: Tensor | None = None
     memory_records: Records | None = None
     embedded: Tensor | None = None
+    tables: dict[Tensor, Tensor] = field(default_factory=dict)
     last_only: bool = False
     shared: Mapping[str, nn.Module] = field(default_factory=dict)
     taps: Taps | None = None

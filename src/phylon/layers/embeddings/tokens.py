@@ -6,6 +6,7 @@ from torch import Tensor
 from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.part import Embedding, Part
+from phylon.ops.embedding import embedding
 from phylon.spec.base import Embed, Mechanism, Norm, Position
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
@@ -46,7 +47,9 @@ class TokenEmbedModule(Part):
         """``tokens`` (B, T), or their vectors ``embeds`` (B, T, D) in place of the table's."""
         if embeds is None:
             assert tokens is not None
-            embeds = self.tokens(_in_range(tokens, self.spec.vocab_size, "token id", "the vocabulary"))
+            weight = self.tokens.weight
+            ids = _in_range(tokens, self.spec.vocab_size, "token id", "the vocabulary")
+            embeds, ctx.tables[weight] = embedding(ids, weight)
         x = embeds if self.spec.scale is None else embeds * self.spec.scale
         if self.types is not None:
             x = x + self._type_vectors(ctx)

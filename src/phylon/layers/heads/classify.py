@@ -186,7 +186,7 @@ class MaskedLMModule(Part):
         hidden, targets = hidden[asked], targets[asked]
         return linear_cross_entropy(
             self.transform(hidden),
-            self.proj.weight,
+            ctx.tables.get(self.proj.weight, self.proj.weight),
             targets,
             bias=self.proj.bias,
             label_smoothing=smoothing,

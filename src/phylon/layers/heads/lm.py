@@ -59,7 +59,7 @@ class LMHeadModule(Part):
                 n = self.spec.vocab_size
                 raise UserError(f"target id {int(wrong[0])} is out of range: the head has {n}, and {IGNORE} is ignored")
         hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
-        weight, bias = self.proj.weight, self.proj.bias
+        weight, bias = ctx.tables.get(self.proj.weight, self.proj.weight), self.proj.bias
         softcap = self.spec.softcap
         return linear_cross_entropy(
             hidden,
