@@ -11,8 +11,8 @@ def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight[ids]`` (..., D) of ids (...) below V, and ``weight`` (V, D) for a tied head.
 
     In training on a CPU both are of one node of the graph. Its backward pass adds the embedding's rows, those of equal
-    ids summed in at least fp32 and in the order of the ids, into the gradient that comes from the head, so that no dense
-    gradient of the embedding's own lies beside that. It is changed in place: give the second result to nothing but
+    ids summed in at least fp32 and in the order of the ids, into the gradient that comes from the head, so that none of
+    the embedding's own lies beside that. It is changed in place: give the second result to nothing but
     ``linear_cross_entropy``, whose gradient is nobody else's.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
