@@ -55,9 +55,6 @@ class Part(nn.Module):
             return None
         return lambda name, value: self.tap(ctx, name, value)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
-
 
 class Linear(Part, nn.Linear):
     """``x W^T + b``, drawn by the model's scheme. ``role`` "out" marks the last map of a residual branch."""
