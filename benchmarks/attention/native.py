@@ -1,6 +1,6 @@
 """The native attention kernel beside PyTorch's SDPA on the shapes of small training runs and of decoding.
 
-    python benchmarks/attention/native.py [train] [decode] [window]
+    python benchmarks/attention/native.py [train] [decode] [tiles]
 
 A line of JSON for each cell: medians of interleaved rounds, their ratio, useful GFLOP/s. SDPA has its own (B, H, T, E)
 layout for training, and on the state's (B, S, K, E) for decoding, as a model would call it. Whole figures, with memory
@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.nn import functional as F
 
+from phylon.bench.cases.attention import PATTERNS
 from phylon.ops import native as kernels
 from phylon.ops.attention import attention
-from phylon.patterns import Causal, Window
+from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention.plan import count_tiles
+from phylon.patterns import Causal, Records
 
 TRAIN = [(16, 4, 256, 32), (8, 6, 256, 64), (2, 12, 512, 64), (1, 8, 4096, 64)]
 DECODE = [(1, 9, 3, 1, 512), (8, 9, 3, 1, 512), (1, 8, 8, 1, 1024), (1, 8, 8, 1, 4096), (1, 8, 8, 16, 512)]
-WINDOW, LENGTHS = 1024, (4096, 16384, 65536)
+LENGTHS = (4096, 16384, 65536)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -66,17 +69,21 @@ def decode(b: int, h: int, k: int, t: int, s: int, dtype: torch.dtype) -> dict[s
         return paired({name: run(name) for name in ("native", "sdpa")})
 
 
-def window(n: int, dtype: torch.dtype) -> dict[str, float]:
-    """Forward and backward of a window, alone: milliseconds, and microseconds a kept tile of 64 x 64."""
-    q, k, v = (torch.randn(1, n, 8, 64, dtype=dtype).requires_grad_() for _ in range(3))
-    d_out = torch.randn(1, n, 8, 64, dtype=dtype)
-    both = lambda: torch.autograd.grad(
-        attention(q, k, v, pattern=Window(size=WINDOW), backend="native"), (q, k, v), d_out
-    )
-    found = paired({"native": both}, rounds=3, seconds=1.0)
-    side = WINDOW // 64
-    tiles = 8 * (n // 64 * (side + 1) - side * (side + 1) // 2)
-    return found | {"us_per_tile": 1e3 * found["native"] / tiles}
+def tiles(name: str, dtype: torch.dtype) -> dict[int, dict[str, float]]:
+    """Forward and backward at every length, in turns: milliseconds, microseconds a kept tile of 64 by 64."""
+    pattern, ways, kept = PATTERNS[name], {}, {}
+    for n in LENGTHS:
+        q, k, v = (torch.randn(1, n, 8, 64, dtype=dtype).requires_grad_() for _ in range(3))
+        place = torch.arange(n)[None]
+        records = Records(place, marks=(place < 64).int()) if name == "global" else None
+        seen = {"pattern": pattern, "query": records, "key": records}
+        kept[n] = count_tiles(AttentionCall(q=q, k=k, v=v, **seen), 64, 64) * 8 // pattern.heads
+        d_out = torch.randn_like(q)
+        ways[str(n)] = lambda inputs=(q, k, v), seen=seen, d=d_out: torch.autograd.grad(
+            attention(*inputs, **seen, backend="native"), inputs, d
+        )
+    found = paired(ways, rounds=3, seconds=0.5)
+    return {n: {"native": found[str(n)], "us_per_tile": 1e3 * found[str(n)] / kept[n]} for n in LENGTHS}
 
 
 def cells(wanted: list[str]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype, dict[str, float]]]:
@@ -85,13 +92,14 @@ def cells(wanted: list[str]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype
             yield from (("train", cell, dtype, train(*cell, dtype)) for cell in TRAIN)
         if "decode" in wanted:
             yield from (("decode", cell, dtype, decode(*cell, dtype)) for cell in DECODE)
-        if "window" in wanted:
-            yield from (("window", (n,), dtype, window(n, dtype)) for n in LENGTHS)
+        if "tiles" in wanted:
+            for name in ("window", "banded", "global", "random"):
+                yield from ((name, (n,), dtype, found) for n, found in tiles(name, dtype).items())
 
 
 def main(wanted: list[str]) -> None:
     kernels.wait()
-    for kind, cell, dtype, found in cells(wanted or ["train", "decode", "window"]):
+    for kind, cell, dtype, found in cells(wanted or ["train", "decode", "tiles"]):
         line = {
             "kind": kind,
             "cell": cell,

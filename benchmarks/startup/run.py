@@ -21,7 +21,7 @@ def first_step(folder: Path, *more: str) -> float:
     """Run the command until its log has a new step; the seconds that took."""
     log = folder / "metrics.jsonl"
     before = log.read_bytes().count(STEP) if log.exists() else 0
-    command = [sys.executable, "-m", "phylon.cli", "train", "demo", "--out", str(folder), *more]
+    command = [sys.executable, "-m", "phylon", "train", "demo", "--out", str(folder), *more]
     begun = time.perf_counter()
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {"GOMP_SPINCOUNT": "2000"}, text=True)
     while not log.exists() or log.read_bytes().count(STEP) <= before:

@@ -1,6 +1,7 @@
 """Case 36 through every command that takes a model: one line that names the file, nothing run, nothing written."""
 
 import json
+import os
 import pickle
 import shutil
 import struct
@@ -137,6 +138,21 @@ def test_weights(damage: Callable, native: bool, fails: Callable, model_folder: 
     for command in COMMANDS:
         if command not in NO_WEIGHTS:
             fails(command, folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "phylon.json", WEIGHTS])
+def test_pipes_and_folders_are_refused_and_not_waited_for(
+    name: str, fails: Callable, model_folder: Path, hf: Path, tmp_path: Path
+) -> None:
+    for make, said in ((os.mkfifo, "is a pipe, not a file"), (Path.mkdir, "is a folder, not a file")):
+        folder = tmp_path / make.__name__
+        shutil.copytree(hf if name == "config.json" else model_folder, folder)
+        (folder / name).unlink()
+        make(folder / name)
+        for command in COMMANDS:
+            # Training looks at the configuration first, which does not fit the default recipe.
+            if name != WEIGHTS or command not in (*NO_WEIGHTS, "train --from", "train a recipe"):
+                assert said in fails(command, folder)
 
 
 def test_commands_that_read_no_weights_run_nothing_of_them(run: Callable, hf: Path, tmp_path: Path) -> None:

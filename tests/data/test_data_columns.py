@@ -34,7 +34,7 @@ def test_a_parquet_file_gives_documents_and_records(tmp_path):
         ("drei é", "a.parquet:2"),
         ("five", "a.parquet:4"),
     ]
-    assert next(iter(source.records())) == ({"text": "one", "n": 0}, "a.parquet:0")
+    assert next(iter(source.records()))[:2] == ({"text": "one", "n": 0}, "a.parquet:0")
     with pytest.raises(UserError, match=r"a.parquet:1: the field 'text' is empty"):
         list(source.replace(empty="refuse").documents())
     with pytest.raises(UserError, match=r"no field 'texts' .did you mean 'text'"):

@@ -161,7 +161,8 @@ def test_aligned_files_are_pairs(tmp_path):
     ],
 )
 def test_files_that_are_not_aligned_are_refused(tmp_path, source, target, message):
-    pairs = Aligned(source=made(tmp_path, "a.en", source), target=made(tmp_path, "a.de", target))
+    paths = {"source": made(tmp_path, "a.en", source), "target": made(tmp_path, "a.de", target)}
+    pairs = Aligned(**paths, empty="refuse")
     with pytest.raises(UserError, match=message):
         list(pairs.records())
 
@@ -182,4 +183,4 @@ def test_the_real_pairs():
         pytest.skip("no ../shared/data/libreoffice-help-en-de here")
     pairs = list(Table(path=str(path), columns=("en", "de")).records())
     assert len(pairs) == 34_096
-    assert pairs[0] == Record({"en": "! (Exclamation point)", "de": "! (Ausrufezeichen)"}, "en-de.tsv.gz:1")
+    assert pairs[0] == Record({"en": "! (Exclamation point)", "de": "! (Ausrufezeichen)"}, "en-de.tsv.gz:1", cells=True)

@@ -59,7 +59,7 @@ def texts(source):
 )
 def test_a_bad_row_of_a_table(tmp_path, caplog, name, lines, where, words):
     source = table(tmp_path, name, lines)
-    with pytest.raises(UserError, match=f"{name}{where}: .*{words}"):
+    with pytest.raises(UserError, match=f"{name}{where}: .*{words}.*; data.source.unreadable=skip passes over"):
         texts(source)
     assert texts(source.replace(unreadable="skip")) == ["a", "c"]
     assert f"{name}{where}" in caplog.text
@@ -68,9 +68,9 @@ def test_a_bad_row_of_a_table(tmp_path, caplog, name, lines, where, words):
 
 def test_an_empty_text_is_another_matter_than_a_damaged_one(tmp_path, caplog):
     source = table(tmp_path, "t.tsv", ["text\tlabel", "a\t1", " \t1", "c\t1"])
-    with pytest.raises(UserError, match=r"t.tsv:3: the field 'text' is empty"):
-        texts(source.replace(unreadable="skip"))
-    assert texts(source.replace(empty="skip")) == ["a", "c"]
+    with pytest.raises(UserError, match=r"t.tsv:3: the field 'text' is empty; data.source.empty=skip passes over"):
+        texts(source.replace(unreadable="skip", empty="refuse"))
+    assert texts(source) == ["a", "c"]
     assert "t.tsv:3" in caplog.text
 
 
@@ -91,11 +91,12 @@ def test_a_part_of_a_source_does_as_the_source_says():
 
 def test_tasks_of_a_mixture_have_their_own_policies():
     rows = ({"input": "a", "target": "b"}, {"input": "", "target": "b"}, {"input": "c", "target": "d"})
-    lenient, strict = Records(rows=rows, empty="skip"), Records(rows=rows)
+    lenient, strict = Records(rows=rows), Records(rows=rows, empty="refuse")
     found = Mixture(tasks=(Task(name="x", source=lenient, prefix="p: "),)).records()
     assert [record.fields["input"] for record in found] == ["p: a", "p: c"]
-    with pytest.raises(UserError, match="record:1: the field 'input' is empty"):
-        list(Mixture(tasks=(Task(name="x", source=strict),)).records())
+    tasks = (Task(name="x", source=lenient), Task(name="y", source=strict))
+    with pytest.raises(UserError, match=r"record:1: .* is empty; data.source.tasks.1.source.empty=skip passes over"):
+        list(Mixture(tasks=tasks).records())
 
 
 def test_aligned_lines(tmp_path, caplog):
@@ -103,9 +104,9 @@ def test_aligned_lines(tmp_path, caplog):
     (tmp_path / "a.de").write_bytes(b"eins\n\ndrei\nvier\n")
     source = Aligned(source=str(tmp_path / "a.en"), target=str(tmp_path / "a.de"))
     with pytest.raises(UserError, match=r"a.en:2: the line is empty in one"):
-        list(source.replace(unreadable="skip").records())
+        list(source.replace(unreadable="skip", empty="refuse").records())
     with pytest.raises(UserError, match=r"a.en:3: not UTF-8"):
-        list(source.replace(empty="skip").records())
+        list(source.records())
     found = [r.fields["target"] for r in source.replace(empty="skip", unreadable="skip").records()]
     assert found == ["eins", "vier"]
     assert "a.en:2" in caplog.text
@@ -128,9 +129,9 @@ def test_what_an_objective_cannot_use_of_a_mixture_is_up_to_the_mixture():
     rows = Records(rows=({"a": "one", "b": "two", "label": 1}, {"a": "three", "b": "four", "label": ""}))
     mixture = Mixture(tasks=(Task(name="t", source=rows, input="a", target="b"),))
     read = lambda source: [row.text for row in read_texts(source, "input", None, "label")]
-    with pytest.raises(UserError, match="t/record:1: the label in 'label' is missing"):
+    lenient, mixture = mixture, mixture.replace(empty="refuse")
+    with pytest.raises(UserError, match=r"t/record:1: the label in 'label' is missing; data.source.empty=skip"):
         read(mixture)
-    lenient = mixture.replace(empty="skip")
     assert read(lenient) == ["one"]
     assert mixture.fingerprint() != lenient.fingerprint()
 
@@ -184,8 +185,8 @@ def test_image_files_of_no_bytes(tmp_path, caplog):
         pillow.fromarray(np.zeros((4, 4), np.uint8)).save(tmp_path / name / "1.png")
     (tmp_path / "a" / "0.png").write_bytes(b"")
     with pytest.raises(UserError, match=r"a/0.png' is empty"):
-        ImageFolder(path=str(tmp_path)).open()
-    found = ImageFolder(path=str(tmp_path), empty="skip").open()
+        ImageFolder(path=str(tmp_path), empty="refuse").open()
+    found = ImageFolder(path=str(tmp_path)).open()
     assert [found.name(i) for i in range(len(found))] == ["a/1.png", "b/1.png"]
     assert "0.png" in caplog.text
 
@@ -193,6 +194,7 @@ def test_image_files_of_no_bytes(tmp_path, caplog):
 def test_every_source_of_many_items_has_the_policies():
     for kind in (Aligned, HFDataset, ImageArrays, ImageFolder, JsonLines, Mixture, Parquet, Records, Table, TextFolder):
         assert issubclass(kind, Policies)
+        assert (kind.__struct_defaults__.count("skip"), kind.__struct_defaults__.count("refuse")) == (1, 1), "one rule"
     assert [d.text for d in Texts(("a", "", "b")).documents()] == ["a", "b"]
     with pytest.raises(UserError, match="text:1 is empty"):
         list(Texts(("a", "", "b"), empty="refuse").documents())

@@ -15,10 +15,13 @@ from phylon.families.roberta import roberta_spec
 from phylon.families.transformer2017 import transformer2017_spec
 from phylon.families.vit import vit_spec
 from phylon.hub import load, save
+from phylon.layers.heads.classify import Classify
+from phylon.layers.heads.pools import Last
 from phylon.spec.errors import UserError
 
-from .hub_data import TINY, hf_folder, one_line
+from .hub_data import TINY, hf_folder, made, one_line
 
+SIZES = {"d_model": 24, "n_layers": 1, "n_heads": 3, "vocab_size": 37}
 TIED = {"gpt2": "GPT2", "bloom": "Bloom", "falcon": "Falcon", "mpt": "Mpt", "gpt_neo": "GPTNeo", "gemma3": "Gemma3Text"}
 
 
@@ -83,12 +86,12 @@ def test_kept_keys_pass_through_a_native_folder(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(said(folder) | kept))
     native = save(load(folder, device="cpu"), tmp_path / "b")
     model = load(native, device="cpu")
-    assert model.kept == kept
+    assert model.kept == said(folder)
     assert kept.items() <= said(save(model, tmp_path / "c", format="hf")).items()
     data = json.loads((native / "phylon.json").read_text())
     for wrong, match in (
-        ([], "'kept' must be a table"),
-        ({"problem_typ": 1}, r"unknown key 'kept.problem_typ'.*did you mean 'problem_type'"),
+        ([], "'kept' must be the table"),
+        ({"problem_type": 1}, "'kept' must be .* with its model_type"),
     ):
         (native / "phylon.json").write_text(json.dumps(data | {"kept": wrong}))
         with pytest.raises(UserError, match=match) as caught:
@@ -125,10 +128,46 @@ def test_a_bias_of_masked_words_is_unexpected_where_no_head_has_it(make, tmp_pat
 
 def test_what_no_longer_fits_is_not_kept(tmp_path: Path) -> None:
     model = load(hf_folder(tmp_path / "a", TINY), device="cpu")
-    model.kept = {"tie_word_embeddings": False, "rms_norm_eps": 0.5}
-    save(model, tmp_path / "b", format="hf")
-    assert said(tmp_path / "b")["tie_word_embeddings"] is True
-    assert said(tmp_path / "b")["rms_norm_eps"] == said(tmp_path / "a")["rms_norm_eps"]
+    for wrong in ({"tie_word_embeddings": False, "rms_norm_eps": 0.5}, {"no_such_key": 1}, {"model_type": "bert"}):
+        model.kept = said(tmp_path / "a") | {"hidden_act": "swish"} | wrong
+        again = said(save(model, tmp_path / "b", format="hf", replace=True))
+        assert {key: again[key] for key in said(tmp_path / "a")} == said(tmp_path / "a") | (
+            {"hidden_act": again["hidden_act"]}
+        )
+        assert again["hidden_act"] == ("silu" if "model_type" in wrong else "swish")
+        assert "no_such_key" not in again
+
+
+def test_a_changed_model_keeps_the_words_that_are_still_true(tmp_path: Path) -> None:
+    """Another head and a longer text: the other keys stay as they were spelled."""
+    words = {"hidden_act": "swish", "rope_theta": 10000, "_name_or_path": "x", "max_window": ..., "head_dim": ...}
+    folder = hf_folder(tmp_path / "a", TINY, **words)
+    model = load(folder, device="cpu")
+    new = made(TINY.replace(heads={"class": Classify(n_classes=3, pool=Last(), bias=False)}, ties=(), max_seq_len=99))
+    new.kept, new.family = model.kept, model.family
+    again = said(save(new, tmp_path / "b", format="hf"))
+    changed = {key: again[key] for key in again if again[key] != said(folder).get(key)}
+    assert changed == {
+        "architectures": ["LlamaForSequenceClassification"],
+        "max_position_embeddings": 99,
+        "id2label": {str(i): f"LABEL_{i}" for i in range(3)},
+        "label2id": {f"LABEL_{i}": i for i in range(3)},
+    }
+    assert load(tmp_path / "b", device="cpu").spec == new.spec
+    assert again.keys() >= said(folder).keys() - {"tie_word_embeddings"}
+
+
+def test_names_of_classes_that_only_the_file_has(tmp_path: Path) -> None:
+    """A choice among texts has no classes to be named, yet its table stays; the model's own names come first."""
+    tables = {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+    folder = hf_folder(tmp_path / "a", bert_spec(**SIZES, heads=("choice",)), **tables)
+    assert said(save(load(folder, device="cpu"), tmp_path / "b", format="hf"))["id2label"] == tables["id2label"]
+    model = load(hf_folder(tmp_path / "c", bert_spec(**SIZES, heads=("class",)), **tables), device="cpu")
+    assert model.labels == {"class": ("no", "yes")}
+    for labels, names in (({"class": ("a", "b")}, ["a", "b"]), ({}, ["LABEL_0", "LABEL_1"])):
+        model.labels = labels
+        again = said(save(model, tmp_path / "d", format="hf", replace=True))
+        assert list(again["id2label"].values()) == list(again["label2id"]) == names
 
 
 @pytest.mark.parametrize(

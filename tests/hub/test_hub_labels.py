@@ -37,6 +37,7 @@ def test_names_of_a_config_are_kept_both_ways(name, tmp_path):
     assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
     assert load(plain, device="cpu").labels == {}
     config["id2label"] = {"2": NAMES[2], "0": NAMES[0], "1": NAMES[1]}
+    config["label2id"] = {label: i for i, label in enumerate(NAMES)}
     (plain / "config.json").write_text(json.dumps(config), "utf-8")
     model = load(plain, device="cpu")
     head = next(iter(model.spec.heads))

@@ -272,6 +272,47 @@ def test_senseless_generation_defaults(folder, key):
     refused(path.parent, "temperature")
 
 
+HIDDEN = {
+    "temperature": ("hot", True, -1, [1]),
+    "top_k": (-3, True, 1.5, "x"),
+    "top_p": (True, "x", 2),
+    "min_p": (True, -0.5),
+    "repetition_penalty": (True, "x"),
+    "do_sample": ("yes", 1),
+    "bos_token_id": (True, "x", {}),
+    "eos_token_id": (True, "x", [1, "x"]),
+    "pad_token_id": (True, 0.5),
+    "decoder_start_token_id": (300,),
+}
+
+
+@pytest.mark.parametrize("key", HIDDEN)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_generation_defaults_are_refused_also_where_nothing_samples(folder, name, key):
+    """By the file and the key, also where a later file says something else."""
+    (folder / "generation_config.json").write_text(json.dumps({key: 1} if name == "config.json" else {}))
+    good = json.loads((folder / name).read_text())
+    assert good.get("vocab_size", 300) == 300
+    for value in HIDDEN[key]:
+        (folder / name).write_text(json.dumps(good | {key: value}))
+        assert str(folder / name) in refused(folder, f"'{key}'")
+
+
+def test_ids_that_say_that_there_is_none(folder):
+    """Ids beyond the vocabulary: LLaMA 2's tokenizer pads with one, and small GPT-2s have the large ones' defaults."""
+    said = {"pad_token_id": 300, "bos_token_id": -1, "eos_token_id": [1, -1, 300], "top_k": 0, "temperature": 0.0}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    found = load(folder, device="cpu").generation
+    assert (found.pad_id, found.bos_id, found.eos_ids, found.top_k) == (None, None, (1,), None)
+
+
+def test_a_decoder_does_not_start_from_a_token_beyond_the_vocabulary(tmp_path):
+    spec = FAMILIES["t5"].cases()[0]
+    folder = hf_folder(tmp_path / "a", spec, pad_token_id=spec.last_stack.embed.vocab_size, decoder_start_token_id=...)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert str(folder / "config.json") in refused(folder, "'pad_token_id' is .* no token of a vocabulary")
+
+
 def test_a_builders_refusal_names_the_file(tmp_path):
     folder = hf_folder(tmp_path / "a", FAMILIES["mixtral"].cases()[0], num_experts_per_tok=99)
     assert refused(folder, "top_k").startswith(str(folder / "config.json"))

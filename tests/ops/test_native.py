@@ -12,14 +12,14 @@ from phylon.ops.native import ready
 GOOD = 'extern "C" void twice(float* x, long n) { for (long i = 0; i < n; ++i) x[i] *= 2; }\n'
 MODULE = """
 from pathlib import Path
-from phylon.ops.native import Library
+from phylon.ops.native.library import Form, Library
 import ctypes
 
 def check():
     {check}
 
 SOURCES = [Path(__file__).with_name("{name}.cpp")]
-LIBRARY = Library("{name}", SOURCES, {{"twice": [ctypes.c_void_p, ctypes.c_long]}}, check)
+LIBRARY = Library("{name}", SOURCES, {{"twice": [ctypes.c_void_p, ctypes.c_long]}}, check, forms=[{forms}])
 """
 CHECK = "x = (ctypes.c_float * 3)(1, 2, 3); LIBRARY.twice(ctypes.addressof(x), 3); return None if x[2] == 6 else 'x'"
 
@@ -35,9 +35,9 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LIBRARIES", {})
     monkeypatch.setattr(ready, "LIBRARIES", module.LIBRARIES)
 
-    def make(name: str, source: str = GOOD, check: str = CHECK) -> module.Library:
+    def make(name: str, source: str = GOOD, check: str = CHECK, forms: str = "Form()") -> module.Library:
         (tmp_path / f"{name}.cpp").write_text(source)
-        (tmp_path / f"{name}.py").write_text(MODULE.format(name=name, check=check))
+        (tmp_path / f"{name}.py").write_text(MODULE.format(name=name, check=check, forms=forms))
         found = __import__(name).LIBRARY
         del sys.modules[name]
         return found
@@ -93,6 +93,22 @@ def test_crash_in_the_check_stays_outside(made) -> None:
     assert library.wait(60) == "its check against the reference crashed (SIGSEGV)"
     assert not library.path.exists()
     assert made("lib_crash", check="ctypes.string_at(0)").reason() == library.reason(), "it is not tried again"
+
+
+@pytest.mark.slow
+def test_forms_in_order_of_preference(made) -> None:
+    """A form that does not compile, or that crashes, gives way to the next, in this process and in later ones."""
+    crash = "#ifdef CRASH\nstatic int now = (__builtin_trap(), 0);\n#endif\n"
+    forms = 'Form("odd", ("-fno-such-flag",)), Form("bad", ("-DCRASH",)), Form()'
+    library = made("lib_forms", source=crash + GOOD, forms=forms)
+    assert library.wait(60) is None
+    odd, bad, plain = library.forms
+    assert (library.form, library.label) == (plain, "lib_forms")
+    assert (library.against(odd) or "").startswith("it does not compile: ")
+    assert (library.against(bad) or "").startswith("its check against the reference crashed")
+    again = made("lib_forms", source=crash + GOOD, forms=forms)
+    assert again.reason() is None
+    assert (again.form, again.against(bad)) == (plain, library.against(bad))
 
 
 def test_switched_off(made, monkeypatch: pytest.MonkeyPatch) -> None:

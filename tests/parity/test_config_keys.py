@@ -70,7 +70,9 @@ TOLERANCE = 1e-9
 
 
 def others(key: str, value: Any) -> Iterator[Any]:
-    """Other values for a key: of the same kind, and what a key that is null might mean."""
+    """Other values for a key: null, others of the same kind, and what a key that is null might mean."""
+    if value is not None:
+        yield None
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):

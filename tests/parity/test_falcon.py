@@ -88,3 +88,6 @@ def test_refused() -> None:
         read_config(Config(config | {"num_ln_in_parallel_attn": 2}))
     with refuses("'num_kv_heads' is 2"):
         read_config(Config(config | {"multi_query": False, "num_attention_heads": 4, "num_kv_heads": 2}))
+    with refuses("'ff_factor' is 3", "the feed-forward width is"):
+        read_config(Config(config | {"ff_factor": 3}))
+    assert read_config(Config(config | {"ff_factor": config["ffn_hidden_size"] // config["hidden_size"]}))

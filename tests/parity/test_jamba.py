@@ -38,6 +38,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 0,
         "tie_word_embeddings": True,
     },
+    "heads of another width": {"head_dim": 10},
     "one expert": {"num_experts": 1, "num_experts_per_tok": 1},
     "attention in every block": {"attn_layer_period": 1, "attn_layer_offset": 0},
     "neither": {"attn_layer_period": 1, "attn_layer_offset": 0, "num_experts": 1, "num_experts_per_tok": 1},

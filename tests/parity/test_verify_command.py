@@ -108,7 +108,7 @@ def test_a_mechanism_of_the_users_that_breaks_the_law(tmp_path):
     (tmp_path / "leaky.py").write_text(LEAKY)
     model, file = str(tmp_path / "model"), str(tmp_path / "leaky.py")
     subprocess.run([sys.executable, "-c", BUILDS, file, model], check=True)
-    command = [sys.executable, "-m", "phylon.cli", "verify", model, "--json"]
+    command = [sys.executable, "-m", "phylon", "verify", model, "--json"]
     done = subprocess.run([*command, "--import", file], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     failing = {cell["name"] for cell in json.loads(done.stdout)["cells"] if cell["passed"] is False}

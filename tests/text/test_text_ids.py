@@ -215,6 +215,58 @@ def test_damaged_folders_are_refused_in_one_line(files, message, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+KINDS = {
+    "add_bos_token": ("yes", 1, []),
+    "add_prefix_space": ("no",),
+    "strip_accents": (2,),
+    "legacy": ("x",),
+    "bos_token": (3, True, [], {"content": 3}, {}),
+    "pad_token": (["[PAD]"],),
+    "tokenizer_class": (3,),
+    "chat_template": (3, [3], [{"name": "default"}], {"default": "x"}),
+    "added_tokens_decoder": ([], "x"),
+    "eos_token_ids": ("x", True, [1, "x"]),
+}
+
+
+@pytest.mark.parametrize("key", KINDS)
+def test_values_of_the_wrong_kind_are_refused_by_file_and_key(key, tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: None}))
+    load_tokenizer(tmp_path)
+    for value in KINDS[key]:
+        for name in ("tokenizer_config.json", "special_tokens_map.json")[: 1 if key == "eos_token_ids" else 2]:
+            for other in ("tokenizer_config.json", "special_tokens_map.json"):
+                (tmp_path / other).write_text(json.dumps({key: value} if other == name else {}))
+            with pytest.raises(UserError, match=f"'{key}' must be") as caught:
+                load_tokenizer(tmp_path)
+            assert str(caught.value).startswith(str(tmp_path / name))
+            assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"true": {"content": "a"}}, {"-1": {"content": "a"}}, {"5": {"content": 3}}, {"5": 3}]
+)
+def test_added_tokens_of_the_wrong_kind(entry, tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": entry}))
+    with pytest.raises(UserError, match="the added tokens are not written as Hugging Face writes them"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"a": True}))
+    with pytest.raises(UserError, match="the added tokens are not written"):
+        load_tokenizer(tmp_path)
+
+
+def test_end_ids_of_the_generation_settings(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\n")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["x"]}')
+    with pytest.raises(UserError, match=r"generation_config.json: 'eos_token_id' must be a token id .* got 'x'"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, -1]}')
+    assert load_tokenizer(tmp_path).eos_ids == (2,)
+
+
 def test_missing_and_foreign_files(tmp_path):
     with pytest.raises(UserError, match="no tokenizer at"):
         load_tokenizer(tmp_path / "nowhere")

@@ -140,5 +140,7 @@ def teacher() -> str:
 def tiny(kind: str, number: int = 0):
     """The recipe of a tiny run; in parts, unless the objective needs its batch whole."""
     run = RUN.replace("accumulate = 2", "accumulate = 1") if kind == "contrastive" else RUN
+    if kind == "translation":
+        run = run.replace("batch_size = 4\n", "")  # max_tokens says how large a batch is
     text = "schema = 1\n" + TINY[kind][number] + run
     return recipe_from_toml(text.replace("TEACHER", teacher()) if "TEACHER" in text else text)

@@ -67,6 +67,7 @@ def test_two_examples_say_every_metric_that_all_do(tmp_path, kind, number, monke
         recipe.replace(run=recipe.run.replace(steps=1, average=None, best="loss")), out=tmp_path, device="cpu"
     )
     assert seen == [{"loss", *result.metrics}]
+    assert {"loss", *recipe.objective.measured()} == {"loss", *result.metrics}, "known before anything is read"
 
 
 @pytest.mark.parametrize(("kind", "number"), ALL)

@@ -344,7 +344,12 @@ def test_what_image_classes_refuses(tmp_path):
         assert old in base
         if message not in ("steps = 1", "."):
             refused(tmp_path, base.replace(old, new), message)
-    texts = TASKS["text_classes"][0]
+    # Without what says nothing beside images, and is refused first.
+    lines = TASKS["text_classes"][0].splitlines(keepends=True)
+    texts = "".join(line for line in lines if not line.startswith(("tokenizer", "seq_len")))
+    refused(
+        tmp_path, TASKS["text_classes"][0].replace('"text_classes"', '"image_classes"'), "data.tokenizer has no effect"
+    )
     refused(tmp_path, texts.replace('"text_classes"', '"image_classes"'), "trains a model that reads images")
     vit = base[: base.index("[data]")] + texts[texts.index("[data]") :].replace('"text_classes"', '"image_classes"')
     refused(tmp_path, vit, "image_classes reads images")

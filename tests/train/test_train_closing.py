@@ -12,7 +12,10 @@ from phylon.train import train
 KINDS = {
     "image_classes": (0, "try: phylon show"),
     "text_classes": (1, "try: phylon score"),
-    "word_classes": (0, "try: phylon encode"),
+    "text_scores": (0, "try: phylon score"),
+    "word_classes": (0, "try: phylon score"),
+    "answers": (0, "try: phylon score"),
+    "contrastive": (0, "try: phylon encode"),
     "masked_language": (0, "try: phylon encode"),
     "translation": (0, "try: phylon generate"),
     "next_token": (0, "try: phylon generate"),
@@ -21,9 +24,7 @@ KINDS = {
 
 def trained(kind, number, folder):
     recipe = folder / "recipe.toml"
-    recipe.write_text(
-        "schema = 1\n" + TINY[kind][number] + "\n[run]\nsteps = 1\nbatch_size = 2\nthreads = 1\n", "utf-8"
-    )
+    recipe.write_text("schema = 1\n" + TINY[kind][number] + "\n[run]\nsteps = 1\nthreads = 1\n", "utf-8")
     assert main(["train", str(recipe), "--out", str(folder / "run"), "--device", "cpu"]) == 0
     return folder / "run" / "model"
 
@@ -38,6 +39,12 @@ def test_the_closing_hint_fits_the_model_and_works(kind, tmp_path, capfd):
     hint = next(line for line in said.splitlines() if line.startswith("try: "))
     assert hint.startswith(f"{begin} {model}")
     words = hint.removeprefix("try: phylon ").replace("'", "").split(" --")[0].split()
+    if kind == "answers":
+        assert hint.count("--text") == 2
+        for given in (["the cat sat", "on"], ["the cat"]):
+            texts = [word for text in given for word in ("--text", text)]
+            assert main([*words, *texts]) == (0 if len(given) == 2 else 2)
+        return
     more = [] if kind == "image_classes" else ["--text" if words[0] != "generate" else "--prompt", "the cat"]
     assert main([*words, *more, *(["--max-new-tokens", "3"] if words[0] == "generate" else [])]) == 0
 

@@ -50,12 +50,14 @@ def port() -> int:
         return free.getsockname()[1]
 
 
-def start(folder: Path, n: int, *more: str, recipe: str = RECIPE) -> list[subprocess.Popen]:
+def start(folder: Path, n: int, *more: str, recipe: str = RECIPE, site: Path | None = None) -> list[subprocess.Popen]:
     """What torchrun does, without its watchdog: n processes that know each other, so that one can be killed alone."""
     path = folder.parent / f"{folder.name}.toml"
     path.write_text(recipe)
-    command = [sys.executable, "-m", "phylon.cli", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
+    command = [sys.executable, "-m", "phylon", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    if site is not None:
+        shared["PYTHONPATH"] += f"{os.pathsep}{site}"
     shared |= {"MASTER_PORT": str(port()), "WORLD_SIZE": str(n)}
     return [
         subprocess.Popen(
@@ -140,22 +142,79 @@ def test_a_killed_process_ends_all_and_the_run_goes_on_from_its_checkpoint(tmp_p
     assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(whole).items())
 
 
+def torchrun(folder: Path, *more: str, recipe: str = RECIPE) -> tuple[list[str], list[int]]:
+    """What the command line says under the real launcher, and the exit codes of the processes it names."""
+    path = folder.parent / f"{folder.name}.toml"
+    path.write_text(recipe)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "phylon", "train", str(path), "--out", str(folder), "--device", "cpu", *more]
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=150)
+    lines = done.stderr.splitlines()
+    codes = [int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("exitcode")]
+    return [line.removeprefix("phylon: ") for line in lines if line.startswith("phylon: ")], codes
+
+
+MISTAKES = {
+    "an option": (["--bogus"], "no such option"),
+    "a setting": (["--set", "run.bach_size=3"], "did you mean 'batch_size'"),
+    "a batch": (["--set", "run.batch_size=1"], "run.batch_size=2 or more"),
+    "the folder": (["--resume"], "there is no run to resume"),
+    "the vocabulary": (["--set", "model.vocab_size=3"], "the tokenizer has 16 entries and the model 3"),
+    "the steps": (["--set", "optim.lr=1e30"], "were skipped"),
+}
+
+
 @pytest.mark.slow
-def test_a_mistake_is_told_once_and_ends_all(tmp_path):
-    processes = start(tmp_path / "run", 2, "--set", "run.batch_size=1")
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_once_and_ends_all(tmp_path, what):
+    more, words = MISTAKES[what]
+    said, codes = torchrun(tmp_path / "run", *more)
+    assert len(said) == 1, said
+    assert words in said[0]
+    # The launcher ends with a signal whoever has not left by itself yet.
+    assert codes
+    assert set(codes) <= {2, -signal.SIGTERM}
+
+
+@pytest.mark.slow
+def test_a_mistake_of_one_process_alone_is_told_by_it(tmp_path):
+    """The other one, which finds it gone, has nothing to add, and does not wait for it."""
+    text = RECIPE.replace("[run]", "[run]\nbest = 'loss'")
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    import phylon.train.prepare as prepare\n"
+        "    from phylon.spec import UserError\n"
+        "    def refuse(*_, **__):\n"
+        "        raise UserError('the disk of this process cannot be read')\n"
+        "    prepare.check_kept = refuse\n"
+    )
+    processes = start(tmp_path / "run", 2, recipe=text, site=tmp_path / "site")
     said = [process.communicate(timeout=100)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    assert all("run.batch_size=2 or more" in text for text in said)
+    assert [process.returncode for process in processes] == [2, 2], said
+    lines = [line for text in said for line in text.splitlines() if line.startswith("phylon: ")]
+    assert lines == ["phylon: the disk of this process cannot be read"], said
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_decodes_has_the_whole_model(tmp_path):
-    pairs = tmp_path / "pairs.tsv"
-    pairs.write_text("source\ttarget\n" + "".join(f"the cat {i}\tdie Katze {i}\n" for i in range(60)))
-    small = {"d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 24}
-    sets = ["model.preset=none", 'model.family="transformer2017"', *(f"model.{k}={v}" for k, v in small.items())]
-    sets += [f'data.source={{kind="table", path="{pairs}"}}', "data.tokenizer.vocab_size=280", "data.held_out=0.2"]
-    sets += ["objective.max_tokens=300", "run.average=none", "run.steps=2", "run.eval_every=2", "run.parallel=fsdp"]
-    recipe = (ROOT / "src/phylon/train/recipes/translation.toml").read_text()
-    folder = run(tmp_path / "fsdp", 2, *(part for one in sets for part in ("--set", one)), recipe=recipe)
-    assert [r for r in read_metrics(folder / "metrics.jsonl") if r["kind"] == "eval"][-1]["metrics"]["bleu"] >= 0
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("end", ["average", "best"])
+def test_samples_and_what_is_kept_are_those_of_one_process(tmp_path, kind, end):
+    """Texts of the whole model now and then, and at the end the mean of checkpoints, or the best one: end to end."""
+    kept = {"average": ("--set", "run.average=3"), "best": ("--set", "run.best=loss")}[end]
+    extra = ("--set", f"run.parallel={kind}", "--set", "run.sample_every=4", "--prompt", "the ", *kept)
+    one, two = run(tmp_path / "one", 1, *extra), run(tmp_path / "two", 2, *extra)
+    same(one, two)
+    found = [[r for r in read_metrics(out / "metrics.jsonl") if r["kind"] in ("samples", "kept")] for out in (one, two)]
+    assert [(r["kind"], r["step"]) for r in found[0]] == [(r["kind"], r["step"]) for r in found[1]]
+    texts = [[r["texts"] for r in records if r["kind"] == "samples"] for records in found]
+    assert len(texts[1]) == 2
+    assert texts[0] == texts[1]
+    if end == "average":
+        (record,) = [r for r in found[1] if r["kind"] == "kept"]
+        assert "mean of step-00000004, step-00000006, step-00000008" in record["what"]
+        mean = [load_file(two / "checkpoints" / f"step-{n:08}" / "model.safetensors") for n in (4, 6, 8)]
+        for name, weight in weights(two).items():
+            assert torch.equal(weight, torch.stack([t[name].double() for t in mean]).mean(0).float()), name

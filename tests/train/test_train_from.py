@@ -157,14 +157,20 @@ def test_a_model_without_a_tokenizer_says_how_to_name_one(tmp_path, base):
 
 def test_what_the_model_kept_stays_but_for_the_kind_of_classes(tmp_path, base):
     model = hub.load(base, device="cpu")
-    model.kept = {"tie_word_embeddings": True, "problem_type": "multi_label_classification"}
+    kept = {"model_type": "llama", "tie_word_embeddings": True}
+    model.kept = kept | {"problem_type": "multi_label_classification"}
+    model.unread = {"some.table": torch.arange(3.0)}
     start = hub.save(model, tmp_path / "start")
     table = {"from": str(start), "heads": {"class": {"kind": "classify", "n_classes": 3, "pool": {"kind": "mean"}}}}
     for spec in (model.spec, started_spec(table)):
-        assert load_start(table, spec, 1, "cpu").kept == {"tie_word_embeddings": True}
+        started = load_start(table, spec, 1, "cpu")
+        assert started.kept == kept
+        assert torch.equal(started.unread["some.table"], torch.arange(3.0))
     changes = {"model.from": str(start), "run.ema": 0.5, "run.steps": 1}
     out = train(written(tmp_path), overrides=changes, out=tmp_path / "run", device="cpu").out
     saved = [path.parent for path in out.glob("*/phylon.json")]
     assert len(saved) == 2
     for folder in saved:
-        assert hub.load(folder, device="cpu").kept == {"tie_word_embeddings": True}
+        back = hub.load(folder, device="cpu")
+        assert back.kept == kept
+        assert torch.equal(back.unread["some.table"], torch.arange(3.0))

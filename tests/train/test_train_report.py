@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 from train_toys import ToyLoader, toy_model, toy_recipe
 
+from phylon.spec import UserError
 from phylon.train import ProgressLine, Trainer, write_report
 from phylon.train.chart import Line, line_chart, smooth
 from phylon.train.checkpoint import RunState
@@ -141,7 +142,8 @@ def test_the_report_of_a_skipping_run_names_the_tensor(tmp_path):
     trainer = Trainer(toy_model(), ToyLoader(), toy_recipe(steps=2), tmp_path)
     with torch.no_grad():
         trainer.model.decoder.norm_final.bias[0] = math.nan
-    trainer.run()
+    with pytest.raises(UserError, match="nothing was learned"):
+        trainer.run()
     page = write_report(tmp_path, trainer.recipe, trainer.model, trainer.environment).read_text("utf-8")
     assert "skipped" in page
     assert "decoder.norm_final" in page

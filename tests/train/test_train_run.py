@@ -280,10 +280,34 @@ def test_data_that_were_moved_or_touched_are_the_same_and_changed_files_are_name
     assert train(recipe, out=out, overrides=short, resume=True, device="cpu").steps == 2
     (tmp_path / "texts" / "b.txt").write_text("the mat b sat on the cat. " * 20)
     (tmp_path / "texts" / "c.txt").rename(tmp_path / "texts" / "d.txt")
-    with pytest.raises(
-        UserError, match=r"the data position cannot be resumed.*changed: 'b.txt'; new: 'd.txt'; gone: 'c"
-    ):
+    with pytest.raises(UserError) as caught:
         train(recipe, out=out, overrides=short, resume=True, device="cpu")
+    assert str(caught.value) == (
+        "the data are not those of this run (changed: 'b.txt'; new: 'd.txt'; gone: 'c.txt'): put them back, or resume "
+        "with --allow-changes to go on with what is there"
+    )
+    assert len(list((out / "data").iterdir())) == 1, "said before anything is tokenised"
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_data_may_be_changed_on_the_way_if_told(tmp_path, epochs):
+    """The fix that the refusal names works, and what is there then is what the next resumption compares with."""
+    (tmp_path / "texts").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "texts" / f"{name}.txt").write_text(f"the cat {name} sat on the mat. " * 20)
+    few = {"run.steps": 2} if epochs is None else {"run.epochs": epochs}
+    short = few | {"data.held_out": 0.0, "data.source": str(tmp_path / "texts")}
+    recipe, out = recipe_from_toml(SMALL), tmp_path / "run"
+    done = train(recipe, out=out, overrides=short, device="cpu").steps
+    (tmp_path / "texts" / "c.txt").write_text("the mat c sat on the cat. " * 30)
+    later = short | ({"run.steps": 4} if epochs is None else {"run.epochs": epochs + 1})
+    with pytest.raises(UserError, match="--allow-changes"):
+        train(recipe, out=out, overrides=later, resume=True, device="cpu")
+    went = train(recipe, out=out, overrides=later, resume=True, allow_changes=True, device="cpu")
+    assert went.steps > done
+    (record,) = [r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "resumed"]
+    assert "the training data have changed" in record["changes"]
+    assert train(recipe, out=out, overrides=later, resume=True, device="cpu").steps == went.steps
 
 
 @pytest.mark.parametrize("most", [None, 1000])
@@ -296,7 +320,7 @@ def test_files_of_one_name_are_told_apart(tmp_path, most):
     note_files(source, tmp_path)
     assert changed_files(source, tmp_path) == ""
     (tmp_path / "en" / "train.txt").write_text("another line\n")
-    assert changed_files(source, tmp_path) == "; changed: 'source/train.txt'"
+    assert changed_files(source, tmp_path) == " (changed: 'source/train.txt')"
 
 
 def test_a_recipe_in_the_runs_own_folder_is_kept(tmp_path):
@@ -386,3 +410,41 @@ def test_kill_9_at_random_moments_loses_nothing_that_was_saved(tmp_path):
     for name in ("model", "optimizer", "ema", "random"):
         files = [latest_checkpoint(out / "checkpoints") / f"{name}.safetensors" for out in (log.parent, whole.out)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_while_the_first_goes_on(tmp_path):
+    """Whatever the second one wants of the folder, the first one's run is the one nobody had disturbed."""
+    text = SMALL.replace("steps = 12", "steps = 300\nsave_every = 20\nthreads = 1")
+    (tmp_path / "recipe.toml").write_text(text)
+    source = str(Path(__file__).resolve().parents[2] / "src")
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "phylon", "train", str(tmp_path / "recipe.toml"), "--out", str(out)]
+    command += ["--device", "cpu"]
+
+    def start(*more):
+        env = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([*command, *more], env=env, stderr=subprocess.PIPE, text=True)
+
+    first = start()
+    while latest_checkpoint(out / "checkpoints") is None:
+        time.sleep(0.02)
+        assert first.poll() is None, first.stderr.read()
+    # Held while the others try, so that it is still there when they do.
+    first.send_signal(signal.SIGSTOP)
+    try:
+        others = [start(*more) for more in ((), ("--resume",), ("--fresh",), ("--resume", "--allow-changes"))]
+        said = [other.communicate(timeout=120)[1].splitlines() for other in others]
+    finally:
+        first.send_signal(signal.SIGCONT)
+    assert [other.returncode for other in others] == [2] * 4, said
+    assert all(len(lines) == 1 for lines in said), said
+    # The plain one is told first that a run is there.
+    assert "already holds a run" in said[0][0]
+    assert all("another process is training in" in lines[0] for lines in said[1:]), said
+    assert first.wait(timeout=120) == 0, first.stderr.read()
+    assert sorted(losses(out)) == list(range(300))
+    whole = train(recipe_from_toml(text), out=tmp_path / "whole", device="cpu")
+    assert losses(out) == losses(whole.out)
+    again = start("--resume")
+    assert again.wait(timeout=120) == 0

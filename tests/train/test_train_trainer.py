@@ -79,15 +79,54 @@ def test_the_loss_and_gradient_norm_are_those_of_plain_pytorch(tmp_path):
     assert record["tokens"] == int((batch["segments"] != 0).sum())
 
 
-def test_a_batch_without_targets_is_a_loss_of_zero(tmp_path):
-    class Empty(ToyLoader):
-        def batch(self, step):
-            found = super().batch(step)
-            return found | {"targets": torch.full_like(found["targets"], -100)}
+class Nothing(ToyLoader):
+    """Batches of steps without anything to learn: no target, or weights of 0 alone."""
 
-    train(tmp_path, steps=2, loader=Empty())
-    assert [r["loss"] for r in log(tmp_path, "step")] == [0.0, 0.0]
-    assert not log(tmp_path, "skipped")
+    def __init__(self, steps, what="targets"):
+        super().__init__()
+        self.steps, self.what = steps, what
+
+    def batch(self, step):
+        found = super().batch(step)
+        if self.what == "weights":
+            found["weights"] = torch.ones(found["targets"].shape)
+        if step in self.steps:
+            found[self.what] = torch.full_like(found[self.what], -100 if self.what == "targets" else 0)
+        return found
+
+
+@pytest.mark.parametrize("what", ["targets", "weights"])
+def test_a_batch_without_anything_to_learn_changes_no_weight(tmp_path, what):
+    """A decay of the weights alone is no step."""
+    trainer = train(tmp_path, steps=4, loader=Nothing({1}, what))
+    assert [r["loss"] == 0.0 for r in log(tmp_path, "step")] == [False, True, False, False]
+    assert [r["step"] for r in log(tmp_path, "skipped")] == [1]
+    assert (trainer.state.skipped, trainer.state.idle) == (1, 1)
+    model = toy_model()
+    before = weights(model)
+    with pytest.raises(UserError, match="all 3 steps of the run were skipped, the last because its batch has nothing"):
+        train(tmp_path / "all", steps=3, model=model, loader=Nothing(range(9), what))
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_a_run_that_gets_on_no_more_is_saved_and_goes_on_behind_the_bad_steps(tmp_path):
+    good = 5
+    with pytest.raises(
+        UserError, match=r"10 steps in a row were skipped.* data of step 14; .* saved in .*step-00000015"
+    ):
+        train(tmp_path, steps=40, loader=Nothing(range(good, good + 17)))
+    saved = load_checkpoint(latest_checkpoint(tmp_path / "checkpoints"))
+    whole = train(tmp_path / "short", steps=good)
+    # The schedule is that of 40 steps, so only the count of updates is compared: as many as there were good batches.
+    assert saved.manifest.run.step - saved.manifest.run.idle == good == whole.state.step
+    again = train(tmp_path, steps=40, loader=Nothing(range(good, good + 17)), resume=True)
+    assert (again.state.step, again.state.idle) == (40, 17)
+
+
+def test_a_run_that_ends_in_skipped_steps_says_so(tmp_path):
+    with pytest.raises(UserError, match=r"the last 3 of 6 steps were skipped.*saved in .*step-00000006"):
+        train(tmp_path, steps=6, loader=Nothing({3, 4, 5}))
+    assert train(tmp_path / "few", steps=7, loader=Nothing({4, 5, 6})).state.step == 7
 
 
 def test_clipping_bounds_the_global_norm(tmp_path):
@@ -205,7 +244,7 @@ def test_ten_bad_steps_in_a_row_end_the_run_with_its_checkpoint_kept(tmp_path):
     good = latest_checkpoint(tmp_path / "checkpoints")
     with torch.no_grad():
         model.decoder.norm_final.bias.fill_(math.nan)
-    with pytest.raises(UserError, match="10 steps in a row"):
+    with pytest.raises(UserError, match=r"10 steps in a row.* no longer finite, and the last good state is .*00000002"):
         train(tmp_path, model=model, save_every=5)
     assert load_checkpoint(good).manifest.run.step == 2
 
@@ -335,7 +374,8 @@ def test_a_loss_that_is_not_finite_skips_the_step_and_is_named(tmp_path):
     before = weights(model)
     recipe = toy_recipe(steps=3).replace(objective=LostLoss())
     trainer = Trainer(model, ToyLoader(), recipe, tmp_path, [listen])
-    trainer.run()
+    with pytest.raises(UserError, match=r"nothing was learned: all 3 steps .* because the loss is not finite"):
+        trainer.run()
     assert trainer.state.skipped == 3
     assert "step 0 skipped: the loss is not finite" in listen.messages
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())

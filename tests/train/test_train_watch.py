@@ -12,13 +12,13 @@ from train_toys import ToyLoader, toy_model, toy_recipe
 from phylon.layers.mixers.attention import Attention
 from phylon.ops import native
 from phylon.ops.attention import dispatch
-from phylon.train import TensorBoard, Trainer, read_metrics, write_report
+from phylon.train import TensorBoard, Trainer, read_metrics, train, write_report
 from phylon.train import ceiling as module
 from phylon.train.ceiling import ceiling_flops
 from phylon.train.gradients import Gradients
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import check, prepare
-from phylon.train.watch import Watcher, layer_of, trained_share
+from phylon.train.watch import Watcher, _balance, layer_of, trained_share
 from phylon.train.world import World
 
 
@@ -174,3 +174,17 @@ def test_the_report_has_pictures_and_tensorboard_the_numbers(tmp_path):
     names = events.Tags()["scalars"]
     assert {"step/loss", "eval/ema_loss", "watch/update_ratio/decoder.blocks.0", "watch/utilisation"} <= set(names)
     assert len(events.Scalars("step/loss")) == 20
+
+
+def test_the_balance_of_routers_is_in_the_log_and_the_report(tmp_path):
+    """By layer: 1 where all experts are equally busy, the number of experts where one does all."""
+    logits = torch.eye(4).repeat(3, 1)[None]
+    assert _balance(logits) == 1.0
+    assert _balance(torch.tensor([[5.0, 0, 0, 0]] * 6)) == 4.0
+    recipe = tiny("denoising", 1)
+    recipe = recipe.replace(run=recipe.run.replace(steps=2, watch_every=1, eval_every=None))
+    train(recipe, out=tmp_path / "run", device="cpu")
+    for record in watched(tmp_path / "run"):
+        assert len(record["router_balance"]) == 2, "a layer of the encoder and one of the decoder"
+        assert all(1 <= value <= 3 for value in record["router_balance"].values())
+    assert "Router balance" in (tmp_path / "run" / "report.html").read_text("utf-8")

@@ -8,7 +8,11 @@ import pytest
 import torch
 from objective_toys import DECODER, RUN, tiny
 
-from phylon.data import JsonLines, Loader, PackedRows, Records, Texts, tokenise
+from phylon.data import JsonLines, Loader, Mixture, PackedRows, Records, Table, Texts, tokenise
+from phylon.data.documents import Record
+from phylon.data.labelled import read_texts
+from phylon.data.mixture import Task
+from phylon.data.weighed import weight_of
 from phylon.ops.loss import IGNORE
 from phylon.spec import UserError
 from phylon.train import NextToken, recipe_from_toml, train
@@ -208,8 +212,38 @@ def test_what_cannot_weigh_says_so(tmp_path):
         ({"text": [{"text": "a", "wieght": 1}], "w": 1}, "unknown key 'wieght' .did you mean 'weight'"),
         ({"text": [3], "w": 1}, "neither a text nor"),
         ({"text": [{"text": "a", "weight": True}], "w": 1}, "is not a number of at least 0: True"),
+        ({"text": "a", "w": "1.0"}, r"w.jsonl:1: the weight in 'w' is not a number of at least 0: '1.0'"),
+        ({"text": "a", "w": True}, r"w.jsonl:1: the weight in 'w' is not a number of at least 0: True"),
+        ({"text": "a", "w": None}, r"w.jsonl:1: the weight in 'w' is not a number of at least 0: None"),
+        ({"text": "a", "w": 1e300}, r"w.jsonl:1: the weight in 'w' is more than fp32 holds"),
+        ({"text": [{"text": "a", "weight": "2"}], "w": 1}, r"w.jsonl:1: a part of 'text' .* at least 0: '2'"),
+        ({"text": [{"text": "a", "weight": 1e30}], "w": 1e30}, r"w.jsonl:1: a weight is more than fp32 holds"),
     ],
 )
 def test_weights_that_are_none_are_named(tmp_path, row, words):
     with pytest.raises(UserError, match=words):
         list(lines(tmp_path, [row]).documents())
+
+
+@pytest.mark.parametrize("value", ["1.0", True, -1, float("nan"), float("inf"), 1e300, 10**400, None, [1]])
+def test_the_weight_of_a_record_is_a_number(value):
+    """With the record and the field named; of a table's cells, which are text, a written number is one."""
+    with pytest.raises(UserError, match=r"^rows:7: the weight in 'w' is "):
+        weight_of(Record({"w": value}, "rows:7"), "w")
+    assert (
+        weight_of(Record({"w": 2}, "rows:7"), "w") == weight_of(Record({"w": "2.0"}, "t.tsv:7", cells=True), "w") == 2.0
+    )
+    for cell in ("-1", "nan", "inf", "1e300", "x", ""):
+        with pytest.raises(UserError, match=r"^t.tsv:7: the weight in 'w' is "):
+            weight_of(Record({"w": cell}, "t.tsv:7", cells=True), "w")
+
+
+def test_a_table_and_a_mixture_of_it_have_written_weights(tmp_path):
+    (tmp_path / "t.tsv").write_text("text\tlabel\tw\na\t1\t0.5\nb\t0\ttwo\n")
+    table = Table(path=str(tmp_path / "t.tsv"))
+    mixed = Mixture(tasks=(Task(name="t", source=table, input="text", target="label"),))
+    for source, name in ((table, "t.tsv:3"), (mixed, "t/t.tsv:3")):
+        read = read_texts(source, "text", None, "label", "w")
+        assert next(read).weight == 0.5
+        with pytest.raises(UserError, match=f"^{name}: the weight in 'w' .*'two'; data.source.unreadable=skip"):
+            next(read)

@@ -2,7 +2,8 @@
 
 from phylon.checkpoint.gguf_io import open_gguf
 from phylon.checkpoint.gguf_writer import write_gguf
-from phylon.checkpoint.mapping import Layout, LoadPlan, PrefixError, StoredDtypes, identity, stored_dtypes
+from phylon.checkpoint.mapping import Layout, PrefixError, identity
+from phylon.checkpoint.moves import LoadPlan, StoredDtypes, stored_dtypes
 from phylon.checkpoint.rules import (
     Checked,
     Computed,

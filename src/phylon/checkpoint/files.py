@@ -11,6 +11,7 @@ from typing import BinaryIO
 import torch
 
 from phylon.spec.errors import UserError, system_reason
+from phylon.spec.files import open_file
 
 PIECE = 1 << 20  # bytes read at once where a file is walked through
 
@@ -30,16 +31,12 @@ class MappedFile:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
-            with path.open("rb") as file:
+        with open_file(path) as file:
+            try:
                 self.size = os.fstat(file.fileno()).st_size
                 self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else b""
-        except FileNotFoundError:
-            raise UserError(f"{path}: no such file") from None
-        except IsADirectoryError:
-            raise UserError(f"{path} is a folder, not a file") from None
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {system_reason(error)}") from None
         if not self.size:
             raise UserError(f"{path} is empty")
 

@@ -7,13 +7,14 @@ tensor, `Layout.unmap` goes the other way.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import torch
 
 from phylon.checkpoint.files import quoted
+from phylon.checkpoint.moves import LoadPlan, Move, StoredDtypes, Unmapped
 from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Fallback, Rename, Rule, Shape, Tied
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
@@ -22,29 +23,6 @@ PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 AnyRule = Rule | Drop | Constant | Computed | Copied
-
-StoredDtypes = dict[str, tuple[torch.dtype, torch.dtype]]
-"""By a tensor's name, ours or foreign: the dtype it was stored in, and the one it was loaded in."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """A rule with its placeholders filled in. ``foreign`` holds the names and shapes it asks for and writes."""
-
-    rule: Rule
-    ours: tuple[str, ...]
-    foreign: tuple[tuple[str, Shape], ...]
-    aliases: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """What `Layout.load` will do. ``dtypes``: how many tensors the checkpoint stores in each dtype."""
-
-    moves: tuple[tuple[Move, tuple[str, ...]], ...]
-    constants: tuple[tuple[str, float], ...]
-    dropped: tuple[tuple[str, str], ...]
-    dtypes: Mapping[str, int]
 
 
 class PrefixError(UserError):
@@ -56,6 +34,7 @@ class _Findings:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshaped: list[str] = field(default_factory=list)
+    beside: list[str] = field(default_factory=list)
 
 
 class Layout:
@@ -135,6 +114,7 @@ class Layout:
                     continue
                 if not there:
                     found.missing.append(self._stripped(name, bare))
+                    found.beside += self._copies_of(move, theirs, bare)
                 for option in there:
                     assert option not in used, f"two rules use {option}"
                     if theirs[option].shape != shape:
@@ -150,6 +130,9 @@ class Layout:
                     found.unexpected.append(name)
                 else:
                     dropped.append((name, reason))
+                    needed = [ours[copy.ours] for copy in self._copies if copy.theirs in (name, self._prefix + name)]
+                    if needed and theirs[name].shape != needed[0]:
+                        found.misshaped.append(_misshaped(name, theirs[name].shape, needed[0]))
         if found.missing or found.unexpected or found.misshaped:
             kind, said = _explain(found, theirs)
             raise kind(f"{where} does not fit the model: {said}")
@@ -183,10 +166,37 @@ class Layout:
             for name, value in plan.constants:
                 params[name].fill_(value)
 
-    def unmap(self, ours: Mapping[str, torch.Tensor], stored: "StoredDtypes | None" = None) -> "Unmapped":
+    def unread(self, plan: LoadPlan, source: TensorSource) -> dict[str, torch.Tensor]:
+        """What a file holds and its own code never reads, by the name it is written under.
+
+        Only what `unmap` would not make of the model itself, bit for bit: a `Copied` tensor unlike what is read, a
+        `Computed` one that is rounded otherwise, every `Checked` one.
+        """
+        held = {name: names[0] for move, names in plan.moves for name in move.ours if names}
+        dropped = {name for name, _ in plan.dropped}
+        found: dict[str, torch.Tensor] = {}
+        for rule in (*self._copies, *self._computed):
+            name = next((n for n in (rule.theirs, rule.theirs.removeprefix(self._prefix)) if n in dropped), None)
+            if name is None or (isinstance(rule, Copied) and rule.ours not in held):
+                continue
+            stored = source.read(name)
+            if not isinstance(rule, Checked):
+                made = rule.make() if isinstance(rule, Computed) else source.read(held[rule.ours])
+                if made.dtype == stored.dtype and made.shape == stored.shape and _same(made, stored):
+                    continue
+            found[rule.theirs] = stored.clone()
+        return found
+
+    def unmap(
+        self,
+        ours: Mapping[str, torch.Tensor],
+        stored: StoredDtypes | None = None,
+        unread: Mapping[str, torch.Tensor] | None = None,
+    ) -> Unmapped:
         """Ours in the foreign layout: pairs ``(name, tensor)``, each tensor made when it is reached.
 
-        A tensor that ``stored`` knows, by its foreign name or by ours, is given back in the dtype it was stored in.
+        A tensor that ``stored`` knows, by its foreign name or by ours, is given back in the dtype it was stored in, and
+        one of ``unread`` as it is while it has the shape that the model asks for.
 
         Raises:
             UserError: a tensor of ours has no place in the layout, or is not the constant the layout takes for granted.
@@ -195,9 +205,9 @@ class Layout:
         for name, value in constants:
             if not bool((ours[name] == value).all()):
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
-        stored = stored or {}
-        computed = [rule for rule in self._computed if not isinstance(rule, Checked) or rule.theirs in stored]
-        return Unmapped(moves, ours, computed, self._copies, stored)
+        unread = unread or {}
+        computed = [rule for rule in self._computed if not isinstance(rule, Checked) or rule.theirs in unread]
+        return Unmapped(moves, ours, computed, self._copies, stored or {}, unread)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -234,6 +244,11 @@ class Layout:
     def _stripped(self, name: str, bare: bool) -> str:
         return name.removeprefix(self._prefix) if bare else name
 
+    def _copies_of(self, move: Move, theirs: Mapping[str, TensorInfo], bare: bool) -> list[str]:
+        """What ``theirs`` has beside a tensor it lacks, and its own code would not read."""
+        names = [self._stripped(copy.theirs, bare) for copy in self._copies if copy.ours == move.ours[0]]
+        return [quoted(name) for name in names if name in theirs]
+
     def _check_computed(self, plan: LoadPlan, source: TensorSource) -> None:
         for rule in self._computed:
             regex = _regex(rule.theirs)
@@ -255,66 +270,9 @@ class Layout:
         return next((rule.reason for regex, rule in self._drops if any(map(regex.fullmatch, options))), None)
 
 
-def stored_dtypes(plan: LoadPlan, source: TensorSource, params: Mapping[str, torch.Tensor]) -> StoredDtypes:
-    """What to give back in another dtype than ``params`` have, once they are filled from ``source``."""
-    known: StoredDtypes = {}
-    for move, names in plan.moves:
-        kinds = [DTYPES.get(source.tensors[name].dtype) for name in names]
-        loaded = params[move.ours[0]].dtype
-        if any(kind is None for kind in kinds) or set(kinds) <= {loaded}:
-            continue
-        plain = [kind for kind in kinds if kind is not None]
-        known |= {name: (kind, loaded) for name, kind in zip(names, plain, strict=True)}
-        known |= dict.fromkeys(move.ours, (reduce(torch.promote_types, plain), loaded))
-    for name, _ in plan.dropped:
-        kind = DTYPES.get(source.tensors[name].dtype)
-        if kind is not None:
-            known[name] = (kind, torch.float32)  # what is computed, if it is, is made in fp32
-    return known
-
-
-def _as_stored(tensor: torch.Tensor, known: Sequence[tuple[torch.dtype, torch.dtype] | None]) -> torch.Tensor:
-    """In the dtype it came from, unless it has been cast since or holds by now what that dtype cannot."""
-    pairs = [pair for pair in known if pair is not None]
-    if len(pairs) < len(known) or any(loaded != tensor.dtype for _, loaded in pairs):
-        return tensor
-    narrow = tensor.to(reduce(torch.promote_types, [stored for stored, _ in pairs]))
-    return narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
-
-
-class Unmapped(Iterable[tuple[str, torch.Tensor]]):
-    """Pairs ``(foreign name, tensor)``, made anew on every walk, so that a walk keeps one made tensor in memory."""
-
-    def __init__(
-        self,
-        moves: Sequence[Move],
-        ours: Mapping[str, torch.Tensor],
-        computed: Sequence[Computed],
-        copies: Sequence[Copied],
-        stored: StoredDtypes,
-    ):
-        self._moves, self._ours, self._computed, self._stored = moves, ours, computed, stored
-        self._copies = [rule for rule in copies if rule.ours in ours]
-
-    def __len__(self) -> int:
-        return sum(len(move.foreign) for move in self._moves) + len(self._computed) + len(self._copies)
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for move in self._moves:
-            tensors = [self._ours[name].detach() for name in move.ours]
-            for which, (name, _) in enumerate(move.foreign):
-                known = [self._stored.get(n) for n in ((name,) if name in self._stored else move.ours)]
-                yield name, _as_stored(move.rule.give(tensors, which), known)
-        for copy in self._copies:
-            yield copy.theirs, _as_stored(self._ours[copy.ours].detach(), [self._stored.get(copy.ours)])
-        for rule in self._computed:
-            made = rule.make()
-            yield rule.theirs, made.to(self._stored.get(rule.theirs, (made.dtype, made.dtype))[0])
-
-
-def identity(names: Iterable[str]) -> Layout:
-    """The layout that is ours already."""
-    return Layout(Rename(name, name) for name in names)
+def identity(names: Iterable[str], *more: AnyRule) -> Layout:
+    """The layout that is ours already, and ``more`` rules."""
+    return Layout([*(Rename(name, name) for name in names), *more])
 
 
 @lru_cache(maxsize=8192)
@@ -357,7 +315,9 @@ def _explain(found: _Findings, theirs: Mapping[str, TensorInfo]) -> tuple[type[U
         return PrefixError, f"its keys lack the prefix {quoted(lacking)}; {_some(found.missing, 1)} was expected"
     parts = []
     if found.missing:
-        parts.append(f"{len(found.missing)} missing ({_some(found.missing)})")
+        other = found.beside[0] if found.beside else ""
+        instead = f", in whose place {other} is not read: store a copy of it under that name" if other else ""
+        parts.append(f"{len(found.missing)} missing ({_some(found.missing)}{instead})")
     if found.unexpected:
         parts.append(f"{len(found.unexpected)} unexpected ({_some(found.unexpected)})")
     if found.misshaped:

@@ -198,7 +198,10 @@ class Drop:
 
 @dataclass(frozen=True)
 class Copied:
-    """A foreign tensor that its own code keeps and never reads: passed over, and written as a copy of ``ours``."""
+    """A foreign tensor that its own code keeps and never reads: passed over, and written as a copy of ``ours``.
+
+    Where a file holds something else there, that is given back (`Layout.unread`).
+    """
 
     theirs: str
     ours: str
@@ -214,7 +217,10 @@ class Constant:
 
 @dataclass(frozen=True)
 class Computed:
-    """A foreign tensor that follows from the configuration: checked when read, made anew when written."""
+    """A foreign tensor that follows from the configuration: checked when read, made anew when written.
+
+    Where a file's differs by rounding or dtype, that is given back (`Layout.unread`).
+    """
 
     theirs: str
     make: Callable[[], torch.Tensor]
@@ -222,7 +228,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Checked(Computed):
-    """A computed tensor that files may leave out: it is given back where it came from a file, else not written."""
+    """A computed tensor that files may leave out: a file's own is given back, and none is made."""
 
 
 def Concat(theirs: str, ours: tuple[str, ...], sizes: Sequence[int], dim: int = 0, transpose: bool = False) -> Fused:

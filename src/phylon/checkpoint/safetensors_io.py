@@ -16,6 +16,7 @@ import torch
 from phylon.checkpoint.files import MappedFile, finish, quoted, write_tensor, written_beside
 from phylon.checkpoint.source import DTYPE_NAMES, DTYPES, TensorInfo, TensorSource, is_possible_shape
 from phylon.spec.errors import UserError
+from phylon.spec.files import there
 
 INDEX_SUFFIX = ".index.json"
 MAX_HEADER = 100_000_000  # the format's own limit
@@ -66,7 +67,7 @@ class SafetensorsSource:
 def _find(folder: Path) -> Path:
     """The checkpoint file of a folder: the single file, else the index, else the only ``*.safetensors`` there."""
     for name in ("model.safetensors", "model.safetensors" + INDEX_SUFFIX):
-        if (folder / name).is_file():
+        if there(folder / name):
             return folder / name
     indexes = sorted(folder.glob("*.safetensors" + INDEX_SUFFIX))
     files = sorted(folder.glob("*.safetensors"))
@@ -168,7 +169,7 @@ def _open_sharded(path: Path) -> TensorSource:
         if not PLAIN_NAME.fullmatch(shard):
             raise UserError(f"{path} names the shard {quoted(shard)}, which is not a plain file name")
         _refuse_pickle(path.with_name(shard))
-        if not path.with_name(shard).is_file():
+        if not there(path.with_name(shard)):
             raise UserError(f"{path.with_name(shard)} is missing: {path.name} names it")
         file = MappedFile(path.with_name(shard))
         found, starts, extra = _checked_header(file)

@@ -136,7 +136,7 @@ def backends_page(rows: Rows) -> str:
     blocks = []
     for row in rows:
         state = "available" if row["unavailable"] is None else f"not here: {row['unavailable']}"
-        lines = [f"{row['op']}: {row['backend']} ({state})"]
+        lines = [f"{row['op']}: {row['backend']} ({state})", *([] if row["note"] is None else [f"  {row['note']}"])]
         lines += [f"  {call:<{width}}{'yes' if why is None else why}" for call, why in row["calls"].items()]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)

@@ -28,7 +28,7 @@ def convert(
         raise UserError(f"--quant is for --to gguf; {to} folders are not quantised, choose their numbers by --dtype")
     if to == "gguf" and target.suffix != ".gguf":
         raise UserError(f"'{target}' must end in .gguf")
-    if target.exists() and (target.is_file() or any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' exists; choose another name or remove it")
     model = load(source, dtype=dtype, device="cpu")
     if to == "gguf":

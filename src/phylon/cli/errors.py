@@ -41,17 +41,26 @@ def reported(command: Callable[[], object]) -> int:
     except typer.Exit as leave:
         return leave.exit_code
     except (KeyboardInterrupt, typer.Abort) as error:
-        return _say(str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED))
+        return _say(error, str(error) or "interrupted", getattr(error, "exit_code", INTERRUPTED))
     except Exception as error:
         line = _line(error)
         if line is None or os.environ.get("PHYLON_DEBUG") == "1":
             raise
-        return _say(line, WRONG_INPUT)
+        return _say(error, line, WRONG_INPUT)
 
 
-def _say(line: str, code: int) -> int:
-    print(f"phylon: {' '.join(line.split())}", file=sys.stderr)
+def _say(error: BaseException, line: str, code: int) -> int:
+    if os.environ.get("WORLD_SIZE", "1") == "1" or not _said_elsewhere(error, line):
+        print(f"phylon: {' '.join(line.split())}", file=sys.stderr, flush=True)
     return code
+
+
+def _said_elsewhere(error: BaseException, line: str) -> bool:
+    """Whether another process of the same ``torchrun`` has said it."""
+    from phylon.train.world import PeerLost, said_elsewhere
+
+    found = getattr(error, "said_elsewhere", None)
+    return said_elsewhere(line, lost=isinstance(error, PeerLost)) if found is None else found
 
 
 def _line(error: Exception) -> str | None:

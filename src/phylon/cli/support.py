@@ -10,7 +10,7 @@ from torch import Tensor
 
 import phylon.ops
 from phylon.ops.attention import AlibiBias, AttentionCall, BucketBias
-from phylon.ops.dispatch import Dispatch
+from phylon.ops.dispatch import Dispatch, note_of
 from phylon.ops.experts import ExpertCall, ExpertWeights
 from phylon.ops.feedforward import FeedForwardCall
 from phylon.ops.linear import LinearCall
@@ -145,6 +145,7 @@ def matrix() -> list[dict[str, Any]]:
             "op": dispatch.op,
             "backend": backend.name,
             "unavailable": backend.available(),
+            "note": note_of(backend),
             "calls": _asked(dispatch.op, backend),
         }
         for dispatch in dispatches()

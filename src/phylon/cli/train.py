@@ -139,7 +139,7 @@ def writes_text(model: Any) -> bool:
 
 def _next_command(model: Any, folder: Path, prompts: list[str]) -> str:
     """A command that shows what the trained model does, by its kind."""
-    from phylon.generate import classifier
+    from phylon.generate import classifier, taught
 
     where = shlex.quote(str(folder))
     said = shlex.quote(prompts[0] if prompts else "some text")
@@ -153,6 +153,9 @@ def _next_command(model: Any, folder: Path, prompts: list[str]) -> str:
         return f"phylon generate {where} --prompt {shown}"
     if model.decoder is None and classifier(model) is not None:
         return f"phylon score {where} --text {said}"
+    if (task := taught(model)) is not None:
+        asked = f"{said} --text 'what it is asked of'" if task == "answers" else said
+        return f"phylon score {where} --text {asked}"
     if model.encoder is None or model.decoder is None:
         return f"phylon encode {where} --text {said}"
     return f"phylon show {where}"

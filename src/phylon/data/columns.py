@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from phylon.data.documents import Document, Record, digest, file_sums, missing
-from phylon.data.passed import Policies, Policy, passed_over, usable
+from phylon.data.passed import Policies, passed_over, usable
 from phylon.data.weighed import document_of
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
@@ -19,7 +19,6 @@ class _Columns(Policies, frozen=True, kw_only=True):
     path: str
     field: str = "text"
     weight: str | None = None
-    empty: Policy = "skip"
 
     def records(self) -> Iterator[Record]:
         raise NotImplementedError

@@ -39,10 +39,14 @@ class Source(Protocol):
 
 
 class Record(NamedTuple):
-    """Several values that belong together (a source and its translation, a text and its label), and their name."""
+    """Several values that belong together (a source and its translation, a text and its label), and their name.
+
+    ``cells``: the values are the cells of a TSV or CSV file, which has no numbers but written ones.
+    """
 
     fields: Mapping[str, Any]
     name: str
+    cells: bool = False
 
 
 class DataSource(Slot):

@@ -57,7 +57,7 @@ def read_texts(
 
     def read(row: Record) -> LabelledText:
         second = None if pair is None else text_of(row, pair)
-        counts = weight_of(row.fields, row.name, weight)
+        counts = weight_of(row, weight)
         return LabelledText(text_of(row, text), second, _label(row, label), row.name, counts)
 
     return usable(source, source.records(), read)
@@ -73,7 +73,7 @@ def read_words(source: GivesRecords, words: str, labels: str, weight: str | None
         for word in found[0]:
             if not isinstance(word, str) or not word.strip():
                 raise UserError(f"{row.name}: a word of '{words}' is not text: {word!r}")
-        return LabelledWords(*found, row.name, weight_of(row.fields, row.name, weight))
+        return LabelledWords(*found, row.name, weight_of(row, weight))
 
     return usable(source, source.records(), read)
 
@@ -93,7 +93,7 @@ def read_answers(
         answers = tuple(a for a in (given if isinstance(given, list) else [given]) if a)
         asked, passage = text_of(row, question), text_of(row, context)
         begin = _begin(row, passage, answers, answer, start) if answers else None
-        return Answered(asked, passage, answers, begin, row.name, weight_of(row.fields, row.name, weight))
+        return Answered(asked, passage, answers, begin, row.name, weight_of(row, weight))
 
     return usable(source, source.records(), read)
 
@@ -156,7 +156,7 @@ def score(label: Any, where: str) -> float:
     """A label that is a number."""
     try:
         number = math.nan if isinstance(label, bool) else float(label)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise UserError(f"{where}: the label {label!r} is not a finite number")

@@ -8,7 +8,7 @@ import msgspec
 
 from phylon.data.corpus import PythonCorpus
 from phylon.data.documents import DataSource, Record, digest
-from phylon.data.passed import Policies, usable
+from phylon.data.passed import Policies, Refused, usable
 from phylon.data.table import text_of
 from phylon.spec.base import Mechanism, Spec
 from phylon.spec.errors import UserError
@@ -41,7 +41,7 @@ class Task(Spec, frozen=True, kw_only=True):
         """A record of the source as one of the mixture: its own fields, the prefix in front of what is read."""
         read, said = text_of(record, self.input), text_of(record, self.target)
         fields = {**record.fields, "input": self.prefix + read, "target": said, "task": self.name}
-        return Record(fields, f"{self.name}/{record.name}")
+        return Record(fields, f"{self.name}/{record.name}", record.cells)
 
 
 class Mixture(Policies, frozen=True, kw_only=True, tag="mixture"):
@@ -59,11 +59,14 @@ class Mixture(Policies, frozen=True, kw_only=True, tag="mixture"):
             raise UserError(f"a mixture needs tasks, each with a name of its own; got {', '.join(names) or 'none'}")
 
     def records(self) -> Iterator[Record]:
-        for task in self.tasks:
+        for number, task in enumerate(self.tasks):
             found = False
-            for record in usable(task.source, task.source.records(), task.record):
-                found = True
-                yield record
+            try:
+                for record in usable(task.source, task.source.records(), task.record):
+                    found = True
+                    yield record
+            except Refused as problem:
+                raise problem.within(f"tasks.{number}.source") from None
             if not found:
                 raise UserError(f"the source of task '{task.name}' gives no records")
 

@@ -24,14 +24,28 @@ class Empty(UserError):
     """An item that holds nothing, which is not the same as one that is damaged or wrong."""
 
 
+class Refused(UserError):
+    """A problem that a source could pass over, with the setting that says so: ``place`` is the source's in a recipe."""
+
+    def __init__(self, problem: UserError, name: str, place: str = "data.source") -> None:
+        super().__init__(f"{problem}; {place}.{name}=skip passes over such items")
+        self.problem, self.name, self.place = problem, name, place
+
+    def within(self, place: str) -> "Refused":
+        """The same of a source that is a part of another: ``place`` is where in it."""
+        inner = self.place.removeprefix("data.source")
+        return Refused(self.problem, self.name, f"data.source.{place}{inner}")
+
+
 class Policies(Mechanism, DataSource, frozen=True, kw_only=True):
     """Fields of a source of many items.
 
-    ``empty``: what is done about one that holds no text where some is wanted. ``unreadable``: about one that is
-    damaged, or in which something is missing or wrong.
+    ``empty``: what is done about one that holds nothing where something is wanted, by which nothing is lost, so that it
+    is passed over unless a recipe says otherwise. ``unreadable``: about one that is damaged, or in which something is
+    missing or wrong, which somebody should know of.
     """
 
-    empty: Policy = "refuse"
+    empty: Policy = "skip"
     unreadable: Policy = "refuse"
 
 
@@ -56,16 +70,20 @@ def usable(source: object, items: Iterable[A], make: Callable[[A], B]) -> Iterat
 
 def passed_over(source: object, problem: UserError) -> None:
     """Raise the problem, or say once in this process that the item it names is passed over."""
-    if policy(source, "empty" if isinstance(problem, Empty) else "unreadable") == "refuse":
+    name: Literal["empty", "unreadable"] = "empty" if isinstance(problem, Empty) else "unreadable"
+    said = policy(source, name)
+    if said is None:
         raise problem
+    if said == "refuse":
+        raise problem if isinstance(problem, Refused) else Refused(problem, name)
     message = f"passed over: {problem}"
     if message not in _named:
         _named.add(message)
         _log.warning(message)
 
 
-def policy(source: Any, name: Literal["empty", "unreadable"]) -> Policy:
-    """What a source, or the one that it is a part of, says; items of a source that says nothing are refused."""
+def policy(source: Any, name: Literal["empty", "unreadable"]) -> Policy | None:
+    """What a source, or the one that it is a part of, says; ``None`` where it has no such setting."""
     while hasattr(inner := getattr(source, "source", None), "fingerprint"):
         source = inner
-    return getattr(source, name, "refuse")
+    return getattr(source, name, None)

@@ -17,6 +17,7 @@ from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 
 TEXT_PATTERNS = ("*.txt", "*.md", "*.py")
+MOST_REPEATS = 1_000_000
 ACCEPTED = (
     '"python" (the standard library), a .txt, .md, .py, .jsonl, .jsonl.gz or .parquet file, or a folder of text files'
 )
@@ -34,8 +35,8 @@ class Texts(Mechanism, DataSource, frozen=True, tag="texts"):
 
     def __post_init__(self) -> None:
         assert not isinstance(self.texts, str), "Texts takes a tuple of texts, not one text"
-        if self.repeat < 1:
-            raise UserError(f"repeat must be at least 1, got {self.repeat}")
+        if not 1 <= self.repeat <= MOST_REPEATS:
+            raise UserError(f"repeat must be from 1 to {MOST_REPEATS:,}, got {self.repeat}")
 
     def documents(self) -> Iterator[Document]:
         if not any(self.texts):
@@ -80,7 +81,6 @@ class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
 
     path: str
     patterns: tuple[str, ...] = TEXT_PATTERNS
-    empty: Policy = "skip"
 
     def documents(self) -> Iterator[Document]:
         return usable(self, self._files(), self._document)
@@ -136,7 +136,6 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
     path: str
     field: str = "text"
     weight: str | None = None
-    empty: Policy = "skip"
 
     def documents(self) -> Iterator[Document]:
         found, lines = False, read_lines(Path(self.path), self)

@@ -11,6 +11,7 @@ from phylon.data.passed import Empty, Policies, passed_over, usable
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 
+MOST_REPEATS = 1_000_000
 KINDS = (".tsv", ".csv", ".jsonl")
 
 
@@ -93,7 +94,7 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
             where, cells = f"{name}:{row[0]}", row[1]
             if len(cells) != len(columns):
                 raise UserError(f"{where}: {len(cells)} cells for the {len(columns)} columns {', '.join(columns)}")
-            return Record(dict(zip(columns, (checked(cell, where) for cell in cells), strict=True)), where)
+            return Record(dict(zip(columns, (checked(cell, where) for cell in cells), strict=True)), where, cells=True)
 
         return usable(self, rows, record)
 
@@ -128,8 +129,10 @@ class Records(Policies, frozen=True, kw_only=True):
     repeat: int = 1
 
     def __post_init__(self) -> None:
-        if not self.rows or self.repeat < 1:
-            raise UserError("rows must hold at least one record, and repeat must be at least 1")
+        if not self.rows or not 1 <= self.repeat <= MOST_REPEATS:
+            raise UserError(
+                f"rows must hold at least one record, and repeat must be from 1 to {MOST_REPEATS:,}, got {self.repeat}"
+            )
         for index, fields in enumerate(self.rows):
             for name, value in fields.items():
                 if not _is_plain(value):

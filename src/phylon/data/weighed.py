@@ -2,11 +2,17 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
-from phylon.data.documents import Document
+import numpy as np
+
+from phylon.data.documents import Document, Record
 from phylon.data.passed import Empty
 from phylon.spec.errors import UserError, did_you_mean
+
+MOST = float(np.finfo(np.float32).max)
 
 
 def document_of(fields: Mapping[str, Any], name: str, field: str, weight: str | None = None) -> Document:
@@ -23,21 +29,25 @@ def document_of(fields: Mapping[str, Any], name: str, field: str, weight: str | 
         if value is not None and not isinstance(value, str):
             raise UserError(f"{name}: the field '{field}' is not text but {type(value).__name__}")
         parts = [(value or "", 1.0)]
-    factor = weight_of(fields, name, weight)
+    factor = weight_of(Record(fields, name), weight)
     text = "".join(part for part, _ in parts)
     if not text:
         raise Empty(f"{name}: the field '{field}' is empty")
-    weights = tuple((len(part), number * factor) for part, number in parts if part)
+    weights = tuple((len(part), _number(number * factor, f"{name}: a weight")) for part, number in parts if part)
     return Document(text, name, () if all(number == 1 for _, number in weights) else weights)
 
 
-def weight_of(fields: Mapping[str, Any], name: str, field: str | None) -> float:
+def weight_of(record: Record, field: str | None) -> float:
     """The number in the field that weighs a record; 1 where no field is named."""
     if field is None:
         return 1.0
-    if field not in fields:
-        raise UserError(f"{name}: no field '{field}'{did_you_mean(field, fields)}")
-    return _number(fields[field], f"{name}: the weight in '{field}'")
+    if field not in record.fields:
+        raise UserError(f"{record.name}: no field '{field}'{did_you_mean(field, record.fields)}")
+    value, what = record.fields[field], f"{record.name}: the weight in '{field}'"
+    if record.cells and not isinstance(value, bool):
+        with suppress(ValueError):
+            value = float(value)
+    return _number(value, what)
 
 
 def _part(part: Any, what: str) -> tuple[str, float]:
@@ -52,10 +62,13 @@ def _part(part: Any, what: str) -> tuple[str, float]:
 
 
 def _number(value: Any, what: str) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UserError(f"{what} is not a number of at least 0: {value!r}")
-    return number
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal) or not 0 <= value < math.inf:
+        raise UserError(f"{what} is not a number of at least 0: {_shown(value)}")
+    if value > MOST:
+        raise UserError(f"{what} is more than fp32 holds ({MOST:.3g}): {_shown(value)}; only their ratios count")
+    return float(value)
+
+
+def _shown(value: Any) -> str:
+    said = repr(value)
+    return said if len(said) <= 60 else f"{said[:57]}…"

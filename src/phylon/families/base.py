@@ -10,32 +10,13 @@ from torch import Tensor
 from phylon.checkpoint import Layout
 from phylon.checkpoint.files import quoted
 from phylon.checkpoint.source import TensorSource
+from phylon.families.lacking import lacking
 from phylon.families.neutral import CHECKED, NEUTRAL, refusal, shown
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 
 _MISSING = object()
 MOST = 1e12
-
-_NO_IMAGES = "its text is read beside images, which no family computes"
-_ROUTER = "its router exists (norm_topk_prob says which of two), but no family file says it with the names of this one"
-
-# What some common model_types need that no family has.
-_LACKING = {
-    "qwen3_moe": _ROUTER,
-    "qwen2_moe": "its shared expert has a gate of its own, which is no mechanism here",
-    "olmoe": "its queries and keys are normalised over all heads at once, which is no mechanism here",
-    "gemma2": "soft-capped scores between norms on both sides of a branch exist, but no family file arranges them",
-    "gemma3": _NO_IMAGES,
-    "llava": _NO_IMAGES,
-    "mllama": _NO_IMAGES,
-    "qwen2_vl": _NO_IMAGES,
-    "qwen2_5_vl": _NO_IMAGES,
-    "rwkv": "its recurrence (time mixing) is no mechanism here",
-    "whisper": "its encoder embeds audio frames, which is no mechanism here",
-    "wav2vec2": "its encoder embeds audio frames, which is no mechanism here",
-    "clip": "its two towers are compared with each other, which is no head here",
-}
 
 
 def _quoted_values(message: str) -> list[tuple[str, str]]:
@@ -122,6 +103,24 @@ class Config:
             raise UserError(f"{self.where}: '{key}' is {shown(value)}, which is no plain name")
         self._taken += _leaves(key, value)
         return value
+
+    def agree(self, said: Mapping[str, Any]) -> None:
+        """Refuse values of keys that say the same thing where two of them differ; null says nothing."""
+        held = [(key, value) for key, value in said.items() if value is not None]
+        for key, value in held[1:]:
+            first, other = held[0]
+            if value != other or isinstance(value, bool) != isinstance(other, bool):
+                raise UserError(
+                    f"{self.where}: {quoted(first)} is {shown(other)} and {quoted(key)} is {shown(value)}, which say "
+                    "the same thing: correct or remove one of them"
+                )
+
+    def name_of(self, key: str, *others: str) -> str:
+        """Which of the names of one thing the file gives it, ``key`` where it gives none; all of them must agree."""
+        said = {name: self._data[name] for name in (key, *others) if self._data.get(name) is not None}
+        self.agree(said)
+        self.ignore(*others)
+        return next(iter(said), key)
 
     def blame(self, error: UserError) -> UserError:
         """A builder's refusal, which names our arguments, with the file and the keys whose values it quotes."""
@@ -271,15 +270,15 @@ def _preset_name(name: str) -> str:
     return found
 
 
-def hf_format(model_type: str) -> tuple[Family, HFFormat]:
-    """The family that reads one ``model_type``."""
+def hf_format(model_type: str, config: Mapping[str, Any] | None = None) -> tuple[Family, HFFormat]:
+    """The family that reads one ``model_type``; ``config``: what may say why there is none."""
     known = {m: f for f in families() if f.hf for m in f.hf.model_types}
     found = known.get(model_type)
     if found is None or found.hf is None:
         near = did_you_mean(model_type, known)
         raise UserError(
             f"unknown model_type {quoted(model_type)}{near if 'did you mean' in near else ''}: "
-            f"{_LACKING.get(model_type, 'no family file says it yet')} (known: {', '.join(sorted(known))})"
+            f"{lacking(model_type, config or {})} (known: {', '.join(sorted(known))})"
         )
     return found, found.hf
 

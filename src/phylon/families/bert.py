@@ -122,7 +122,7 @@ def read_config(config: Config) -> ModelSpec:
         dropout=config.number("hidden_dropout_prob", 0.1),
         heads=heads,
         tied=read_tied(config),
-        n_classes=n_classes_of(config),
+        n_classes=n_classes_of(config, heads),
         head_dropout=config.take("classifier_dropout", None, (int, float)),
     )
     config.finish()

@@ -79,12 +79,12 @@ def read_config(config: Config) -> ModelSpec:
     # offset of its positions.
     config.ignore("slow_but_exact", "skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion", "offset_alibi")
     config.ignore("masked_softmax_fusion", "attention_softmax_in_fp32", "unk_token")
-    d_model = config.size("n_embed", None) or config.size("hidden_size")
+    d_model = config.size(config.name_of("hidden_size", "n_embed"))
     config.expect("n_inner", None, 4 * d_model, why="BLOOM's feed-forward is four times its width")
     spec = bloom_spec(
         d_model=d_model,
-        n_layers=config.depth("n_layer"),
-        n_heads=config.size("num_attention_heads", None) or config.size("n_head"),
+        n_layers=config.depth(config.name_of("n_layer", "num_hidden_layers")),
+        n_heads=config.size(config.name_of("n_head", "num_attention_heads")),
         vocab_size=config.size("vocab_size"),
         max_seq_len=config.size("seq_length", 2048),
         eps=config.number("layer_norm_epsilon", 1e-5),

@@ -132,8 +132,9 @@ def read_config(config: Config) -> ModelSpec:
     rotary = whole_heads(read_rotary(config, rope, max_seq_len), config.where)
     n_layers = config.depth("num_hidden_layers")
     # The reference writes that there is such a layer, and does not write the layer.
-    config.expect("num_nextn_predict_layers", 0, 1, why="at most one layer predicts a further token")
-    ahead = config.take("num_nextn_predict_layers", 0, int)
+    key = config.name_of("num_nextn_predict_layers", "num_mtp_layers")
+    config.expect(key, 0, 1, why="at most one layer predicts a further token")
+    ahead = config.take(key, 0, int)
     ahead = ahead if config.stores(f"model.layers.{n_layers}.eh_proj.weight", True) else 0
     spec = deepseek_spec(
         d_model=config.size("hidden_size", 7168),
@@ -147,7 +148,7 @@ def read_config(config: Config) -> ModelSpec:
         v_head_dim=config.size("v_head_dim", 128),
         d_ff=config.size("intermediate_size", 18_432),
         d_ff_expert=config.size("moe_intermediate_size", 2048),
-        n_experts=config.size("n_routed_experts", 256, most=65_536),
+        n_experts=config.size(config.name_of("n_routed_experts", "num_local_experts"), 256, most=65_536),
         top_k=config.size("num_experts_per_tok", 8, most=65_536),
         n_groups=config.size("n_group", 8),
         top_groups=config.size("topk_group", 4),

@@ -100,9 +100,9 @@ def read_config(config: Config) -> ModelSpec:
     rates = {"span": config.number("qa_dropout", 0.1), "token": dropout}
     of_classes = config.number("seq_classif_dropout", 0.2)
     spec = distilbert_spec(
-        d_model=config.size("dim"),
-        n_layers=config.depth("n_layers"),
-        n_heads=config.size("n_heads"),
+        d_model=config.size(config.name_of("dim", "hidden_size")),
+        n_layers=config.depth(config.name_of("n_layers", "num_hidden_layers")),
+        n_heads=config.size(config.name_of("n_heads", "num_attention_heads")),
         d_ff=config.size("hidden_dim"),
         vocab_size=config.size("vocab_size"),
         max_seq_len=config.size("max_position_embeddings", 512),
@@ -111,7 +111,7 @@ def read_config(config: Config) -> ModelSpec:
         dropout=dropout,
         heads=heads,
         tied=read_tied(config),
-        n_classes=n_classes_of(config),
+        n_classes=n_classes_of(config, heads),
         head_dropout=rates.get(next(iter(heads), ""), of_classes),
     )
     config.finish()

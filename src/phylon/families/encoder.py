@@ -1,11 +1,11 @@
 """The post-norm encoder that BERT and its descendants share, its task heads, and the foreign names of both."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from phylon.checkpoint import Computed, Copied, Drop, Fallback, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Computed, Copied, Drop, Layout, Rename, Rule, Tied
 from phylon.families.base import Config
-from phylon.families.decoder import head_width, part
+from phylon.families.decoder import embed_of, head_width, part
 from phylon.layers.embeddings.tokens import TokenEmbed
 from phylon.layers.ffn.mlp import MLP
 from phylon.layers.heads.classify import Classify, MaskedLM, Pooled, Span
@@ -142,10 +142,17 @@ def write_tied(spec: ModelSpec) -> dict[str, Any]:
     return {"tie_word_embeddings": TIED_MLM in spec.ties} if "mlm" in spec.heads else {}
 
 
-def n_classes_of(config: Config) -> int:
-    """How many labels a config declares; 2 where it is silent."""
+def n_classes_of(config: Config, heads: Collection[str]) -> int:
+    """How many labels a config declares; 2 where it is silent. Two that differ are refused where ``heads`` count."""
     labels = config.take("id2label", None, dict)
-    return config.size("num_labels", 2, most=2**20) if labels is None else max(len(labels), 1)
+    if labels is None:
+        return config.size("num_labels", 2, most=2**20)
+    if {"class", "distilled", "token"} & set(heads) and config.take("num_labels", None, int) not in (None, len(labels)):
+        raise UserError(
+            f"{config.where}: 'num_labels' is {config.take('num_labels')} and 'id2label' names {len(labels)} classes: "
+            "correct or remove one of them"
+        )
+    return max(len(labels), 1)
 
 
 def labels(spec: ModelSpec) -> dict[str, Any]:
@@ -176,9 +183,13 @@ def head_dropout(spec: ModelSpec) -> float | None:
 def bert_rules(spec: ModelSpec, prefix: str) -> list[Rule | Drop]:
     """Embeddings, blocks and pooler in BERT's names; ``prefix`` is that of the bare model inside one with heads."""
     theirs, ours = prefix + "encoder.layer.{i}.", "encoder.blocks.{i}."
+    # RoFormer has none: files that have them are those of a sibling.
+    learned = [Rename(prefix + "embeddings.position_embeddings.weight", "encoder.embed.positions.weight")]
+    if embed_of(encoder_of(spec)).positions is None:
+        learned = []
     rules: list[Rule | Drop] = [
         Rename(prefix + "embeddings.token_type_embeddings.weight", "encoder.embed.types.weight"),
-        Rename(prefix + "embeddings.position_embeddings.weight", "encoder.embed.positions.weight"),
+        *learned,
         *norm_rules(prefix + "embeddings.LayerNorm", "encoder.embed.norm"),
         Rename(theirs + "attention.self.query.{p}", ours + "attn.q_proj.{p}"),
         Rename(theirs + "attention.self.key.{p}", ours + "attn.k_proj.{p}"),
@@ -220,14 +231,14 @@ def embedding_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule]:
 def bias_rules(spec: ModelSpec, theirs: str, head: str) -> list[Rule | Copied]:
     """The bias of the masked-LM head, which stands twice: beside the map ``head``, and in it.
 
-    Without ties the reference reads the second alone; its older releases tied the two whatever was said.
+    Without ties the reference reads the second alone, and draws it anew where a file lacks it.
     """
     ours, other = "heads.mlm.proj.bias", head + ".bias"
     if "mlm" not in spec.heads:
         return []
     if TIED_MLM in spec.ties:
         return [Tied(theirs, ours, other)]
-    return [Fallback(other, ours, theirs), Copied(theirs, ours)]
+    return [Rename(other, ours), Copied(theirs, ours)]
 
 
 def is_bare(spec: ModelSpec) -> bool:

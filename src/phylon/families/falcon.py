@@ -111,19 +111,22 @@ def falcon_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    d_model, n_heads = config.size(config.name_of("hidden_size", "n_embed")), config.size("num_attention_heads")
     max_seq_len = config.size("max_position_embeddings", 2048)
     alibi = config.take("alibi", False, bool)
     why = "Falcon's residual is taken before the norm"
     config.expect("apply_residual_connection_post_layernorm", False, why=why)
     rotary = whole_heads(read_rotary(config, head_width(d_model, n_heads), max_seq_len), config.where)
     n_kv_heads, residual = _read_arrangement(config, n_heads)
+    d_ff = config.size("ffn_hidden_size", None) or 4 * d_model
+    # Kept by Falcon 2's files; the reference reads the width alone.
+    config.expect("ff_factor", None, d_ff / d_model, why=f"the feed-forward width is {d_ff} ('ffn_hidden_size')")
     spec = falcon_spec(
         d_model=d_model,
         n_layers=config.depth("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
-        d_ff=config.size("ffn_hidden_size", None),
+        d_ff=d_ff,
         vocab_size=config.size("vocab_size"),
         max_seq_len=max_seq_len,
         eps=config.number("layer_norm_epsilon", 1e-5),

@@ -30,7 +30,7 @@ from phylon.families.decoder import (
     part,
 )
 from phylon.families.llama import whole_heads
-from phylon.families.rope import read_rotary, write_rotary
+from phylon.families.rope import plain_table, read_rotary, write_rotary
 from phylon.families.sizes import sized
 from phylon.families.tasks import decoder_format
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -147,24 +147,40 @@ def _read_softcap(config: Config) -> float | None:
 
 
 def _read_wide(config: Config, n_layers: int) -> tuple[int, ...]:
-    every = config.size("sliding_window_pattern", config.size("_sliding_window_pattern", 6))
+    every = config.size("sliding_window_pattern", 6)
+    by_pattern = tuple(range(every - 1, n_layers, every))
     kinds = layer_kinds(config, n_layers)
     if kinds is None:
-        return tuple(range(every - 1, n_layers, every))
-    return tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+        config.expect("_sliding_window_pattern", every, why="its code reads 'sliding_window_pattern' alone")
+        return by_pattern
+    # Its code writes 6 there whatever the kinds are.
+    config.ignore("_sliding_window_pattern")
+    wide = tuple(i for i, kind in enumerate(kinds) if kind == "full_attention")
+    if "sliding_window_pattern" in config and wide != by_pattern:
+        raise UserError(
+            f"{config.where}: 'layer_types' has full attention in the blocks {wide} and 'sliding_window_pattern' "
+            f"{every} in the blocks {by_pattern}: correct or remove one of them"
+        )
+    return wide
 
 
 def _read_rotaries(config: Config, head_dim: int, max_seq_len: int) -> tuple[Rotary, Rotary]:
     """Of wide and of local blocks: from the older flat keys, or from ``rope_parameters`` by the kind of block."""
     theta, local_theta = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
-    scaling, newer = config.take("rope_scaling", None, dict), config.take("rope_parameters", None, dict)
-    tables = {
-        "full_attention": {"rope_theta": theta, **(scaling or {})},
-        "sliding_attention": {"rope_theta": local_theta},
-    }
-    for kind, table in (newer or {}).items():
+    newer = config.take("rope_parameters", None, dict) or {}
+    said = {"rope_theta": config.take("rope_theta", None), **(plain_table(config, "rope_scaling") or {})}
+    older = {"full_attention": said, "sliding_attention": {"rope_theta": config.take("rope_local_base_freq", None)}}
+    full = {"rope_theta": theta, **{key: value for key, value in said.items() if value is not None}}
+    tables = {"full_attention": full, "sliding_attention": {"rope_theta": local_theta}}
+    for kind, table in newer.items():
         if kind not in tables or not isinstance(table, dict):
             raise UserError(f"{config.where}: 'rope_parameters' must be by {' and '.join(tables)}, got '{kind}'")
+        flat = {"rope_theta": "rope_theta" if kind == "full_attention" else "rope_local_base_freq"}
+        table = plain_table(config, f"rope_parameters.{kind}", table) or {}
+        for key, value in table.items():
+            config.agree(
+                {flat.get(key, f"rope_scaling.{key}"): older[kind].get(key), f"rope_parameters.{kind}.{key}": value}
+            )
         tables[kind] |= table
     wide, local = (
         whole_heads(read_rotary(Config({"rope_parameters": table}, config.where), head_dim, max_seq_len), config.where)

@@ -92,7 +92,11 @@ tinygpt_spec = partial(gpt2_spec, activation="gelu", bias=False, init=NormalInit
 
 
 def read_config(config: Config) -> ModelSpec:
-    d_model, n_heads, n_layers = config.size("n_embd"), config.size("n_head"), config.depth("n_layer")
+    d_model, n_heads, n_layers = (
+        config.size(config.name_of("n_embd", "hidden_size")),
+        config.size(config.name_of("n_head", "num_attention_heads")),
+        config.depth(config.name_of("n_layer", "num_hidden_layers")),
+    )
     scaled = config.take("scale_attn_weights", True, bool)
     by_depth = config.take("scale_attn_by_inverse_layer_idx", False, bool)
     config.expect("add_cross_attention", False, why="GPT-2 is a decoder without an encoder here")
@@ -107,7 +111,7 @@ def read_config(config: Config) -> ModelSpec:
         n_heads=n_heads,
         d_ff=config.size("n_inner", None),
         vocab_size=config.size("vocab_size"),
-        max_seq_len=config.size("n_positions", 1024),
+        max_seq_len=config.size(config.name_of("n_positions", "max_position_embeddings"), 1024),
         eps=config.number("layer_norm_epsilon", 1e-5),
         activation=activation_name(config, "activation_function", "gelu_new"),
         attention_scales=None if plain else tuple(base / (i + 1 if by_depth else 1) for i in range(n_layers)),

@@ -89,7 +89,7 @@ def gpt_neo_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    n_layers = config.depth("num_layers")
+    n_layers = config.depth(config.name_of("num_layers", "num_hidden_layers"))
     kinds = _kinds(config, n_layers)
     # The classifier and the summary head are no part of the language model.
     config.ignore("classifier_dropout", "summary_type", "summary_use_proj", "summary_activation")
@@ -97,7 +97,7 @@ def read_config(config: Config) -> ModelSpec:
     spec = gpt_neo_spec(
         d_model=config.size("hidden_size"),
         n_layers=n_layers,
-        n_heads=config.size("num_heads"),
+        n_heads=config.size(config.name_of("num_heads", "num_attention_heads")),
         d_ff=config.size("intermediate_size", None),
         vocab_size=config.size("vocab_size"),
         max_seq_len=config.size("max_position_embeddings", 2048),

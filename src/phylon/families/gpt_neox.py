@@ -96,8 +96,16 @@ def gpt_neox_spec(
 def read_config(config: Config) -> ModelSpec:
     d_model, n_heads = config.size("hidden_size"), config.size("num_attention_heads")
     max_seq_len = config.size("max_position_embeddings", 2048)
-    theta, share = config.number("rotary_emb_base", 10_000.0), config.number("rotary_pct", _SHARE, above=0)
-    rotary = read_rotary(config, head_width(d_model, n_heads), max_seq_len, default_theta=theta, default_share=share)
+    share_key = config.name_of("rotary_pct", "partial_rotary_factor")
+    config.number(share_key, _SHARE, above=0)
+    rotary = read_rotary(
+        config,
+        head_width(d_model, n_heads),
+        max_seq_len,
+        theta_key=config.name_of("rotary_emb_base", "rope_theta"),
+        share_key=share_key,
+        default_share=_SHARE,
+    )
     # The classifier is no part of the language model, a decoder is what this always is, and two rates of the 20B's
     # training go by names that its reference does not read.
     config.ignore("classifier_dropout", "is_decoder", "attention_probs_dropout_prob", "hidden_dropout_prob")

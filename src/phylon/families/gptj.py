@@ -84,12 +84,12 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("scale_attn_weights", True, why="GPT-J scales its scores")
     config.expect("rotary", True, why="GPT-J's positions are rotary")
     spec = gptj_spec(
-        d_model=config.size("n_embd"),
-        n_layers=config.depth("n_layer"),
-        n_heads=config.size("n_head"),
+        d_model=config.size(config.name_of("n_embd", "hidden_size")),
+        n_layers=config.depth(config.name_of("n_layer", "num_hidden_layers")),
+        n_heads=config.size(config.name_of("n_head", "num_attention_heads")),
         d_ff=config.size("n_inner", None),
         vocab_size=config.size("vocab_size"),
-        max_seq_len=config.size("n_positions", 2048),
+        max_seq_len=config.size(config.name_of("n_positions", "max_position_embeddings"), 2048),
         rotary_dim=config.size("rotary_dim", 64),
         eps=config.number("layer_norm_epsilon", 1e-5),
         activation=activation_name(config, "activation_function", "gelu_new"),

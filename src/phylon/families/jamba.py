@@ -44,6 +44,7 @@ def jamba_spec(
     n_layers: int = 8,
     n_heads: int = 4,
     n_kv_heads: int | None = None,
+    head_dim: int | None = None,
     d_ff: int = 512,
     n_experts: int = 16,
     top_k: int = 2,
@@ -65,8 +66,8 @@ def jamba_spec(
     tied: bool = False,
     init: Init | None = None,
 ) -> ModelSpec:
-    """A Jamba-style decoder. Block i mixes by attention where ``i % attention_period == attention_offset``; it has
-    experts where ``i % expert_period == expert_offset``."""
+    """A Jamba-style decoder; ``head_dim`` is D / H. Block i mixes by attention where ``i % attention_period ==
+    attention_offset``; it has experts where ``i % expert_period == expert_offset``."""
     for name, period, offset in (
         ("attention", attention_period, attention_offset),
         ("expert", expert_period, expert_offset),
@@ -77,7 +78,7 @@ def jamba_spec(
     attention = Attention(
         n_heads=n_heads,
         n_kv_heads=n_kv_heads or n_heads,
-        head_dim=head_width(d_model, n_heads),
+        head_dim=head_dim or head_width(d_model, n_heads),
         dropout=attention_dropout,
     )
     mamba = Mamba(
@@ -123,8 +124,9 @@ def read_config(config: Config) -> ModelSpec:
         n_layers=config.depth("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=config.size("num_key_value_heads", None) if "num_key_value_heads" in config else 8,
+        head_dim=config.size("head_dim", None),
         d_ff=config.size("intermediate_size", 14_336),
-        n_experts=config.size("num_experts", 16, most=65_536),
+        n_experts=config.size(config.name_of("num_experts", "num_local_experts"), 16, most=65_536),
         top_k=config.size("num_experts_per_tok", 2, most=65_536),
         attention_period=config.size("attn_layer_period", 8),
         attention_offset=int(config.take("attn_layer_offset", 4, int)),
@@ -163,6 +165,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "num_hidden_layers": len(stack.blocks),
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads,
+        # No key of the reference's configuration; its attention looks for it and else takes D / H.
+        **({} if attention.head_dim * attention.n_heads == stack.d_model else {"head_dim": attention.head_dim}),
         "attention_dropout": attention.dropout,
         "attn_layer_period": a_period,
         "attn_layer_offset": a_offset,
@@ -244,6 +248,7 @@ def _cases() -> list[ModelSpec]:
     return [
         tiny(n_experts=4, attention_period=2, attention_offset=1, max_seq_len=64),
         tiny(n_experts=3, attention_period=2, attention_offset=0, expert_period=1, expert_offset=0, tied=True),
+        tiny(n_experts=2, attention_period=2, attention_offset=1, head_dim=5),
     ]
 
 

@@ -118,8 +118,9 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("intermediate_size", expand * shared["d_model"], why="the inner width is expand x hidden_size")
     # Which code runs the scan, and what the released configurations say twice or keep of the authors' own format.
     config.ignore("use_mambapy", "use_associative_scan", "fused_add_norm", "pad_vocab_size_multiple")
-    config.expect("d_model", shared["d_model"], why="it must equal hidden_size")
-    config.expect("n_layer", shared["n_layers"], why="it must equal num_hidden_layers")
+    # The authors' own names of two keys.
+    config.name_of("hidden_size", "d_model")
+    config.name_of("num_hidden_layers", "n_layer")
     config.expect("d_inner", expand * shared["d_model"], why="the inner width is expand x hidden_size")
     config.expect("ssm_cfg", {}, why="the options of the block have keys of their own")
     spec = mamba_spec(

@@ -80,7 +80,7 @@ def read_config(config: Config) -> ModelSpec:
     spec = mixtral_spec(
         **shared,
         pattern=Causal() if window is None else Window(size=window),
-        n_experts=config.size("num_local_experts", 8, most=65_536),
+        n_experts=config.size(config.name_of("num_local_experts", "num_experts"), 8, most=65_536),
         top_k=config.size("num_experts_per_tok", 2, most=65_536),
         jitter=config.number("router_jitter_noise", 0.0),
     )

@@ -90,7 +90,7 @@ def mpt_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    d_model = config.size("d_model")
+    d_model = config.size(config.name_of("d_model", "hidden_size"))
     attention = _read_attention(Config(config.take("attn_config", None, dict) or {}, f"{config.where} attn_config"))
     config.expect("no_bias", True, why="MPT has no biases")
     config.expect("expansion_ratio", 4, why="the reference's feed-forwards are 4 times as wide whatever it says")
@@ -103,8 +103,8 @@ def read_config(config: Config) -> ModelSpec:
     config.expect("ffn_config", None, {}, {"ffn_type": "mptmlp"}, why="MPT's feed-forwards are plain GELU networks")
     spec = mpt_spec(
         d_model=d_model,
-        n_layers=config.depth("n_layers"),
-        n_heads=config.size("n_heads"),
+        n_layers=config.depth(config.name_of("n_layers", "num_hidden_layers")),
+        n_heads=config.size(config.name_of("n_heads", "num_attention_heads")),
         d_ff=4 * d_model,
         vocab_size=config.size("vocab_size"),
         max_seq_len=config.size("max_seq_len", 2048),

@@ -114,7 +114,7 @@ def read_config(config: Config) -> ModelSpec:
         dropout=config.number("hidden_dropout_prob", 0.1),
         heads=heads,
         tied=read_tied(config),
-        n_classes=n_classes_of(config),
+        n_classes=n_classes_of(config, heads),
     )
     config.finish()
     return spec

@@ -16,20 +16,26 @@ from phylon.spec.errors import UserError
 
 
 def read_rotary(
-    config: Config, head_dim: int, max_seq_len: int, *, default_theta: float = 10_000.0, default_share: float = 1.0
+    config: Config,
+    head_dim: int,
+    max_seq_len: int,
+    *,
+    theta_key: str = "rope_theta",
+    share_key: str = "partial_rotary_factor",
+    default_theta: float = 10_000.0,
+    default_share: float = 1.0,
 ) -> Rotary:
-    """From ``rope_theta`` and ``rope_scaling``, or from the newer ``rope_parameters``."""
-    theta = config.number("rope_theta", default_theta)
-    share = config.number("partial_rotary_factor", default_share)
-    scaling = config.take("rope_scaling", None, dict)
-    newer = config.take("rope_parameters", None, dict)
-    if newer is not None:
-        if scaling is not None and scaling != newer:
-            raise UserError(f"{config.where} has both rope_parameters and rope_scaling, and they differ: remove one")
-        table = _table(newer, f"{config.where} rope_parameters")
-        theta, share = table.number("rope_theta", theta), table.number("partial_rotary_factor", share)
-    else:
-        table = _table(scaling or {}, f"{config.where} rope_scaling")
+    """From ``rope_theta`` and ``rope_scaling``, or from the newer ``rope_parameters``.
+
+    ``theta_key`` and ``share_key``: what this file calls those two outside of the tables.
+    """
+    theta = config.number(theta_key, default_theta)
+    share = config.number(share_key, default_share)
+    table = _one_table(config, theta)
+    for key, inner in ((theta_key, "rope_theta"), (share_key, "partial_rotary_factor")):
+        said = table.where.rpartition(" ")[2]
+        config.agree({key: config.take(key, None), f"{said}.{inner}": table.take(inner, None)})
+    theta, share = table.number("rope_theta", theta), table.number("partial_rotary_factor", share)
     width = int(head_dim * share)
     if share != 1 and (width < 2 or width % 2):
         raise UserError(
@@ -41,11 +47,29 @@ def read_rotary(
     return Rotary(theta=theta, dim=None if width == head_dim else width, scaling=parsed)
 
 
-def _table(data: dict[str, Any], where: str) -> Config:
-    """One table, nulls left out; an older ``type`` counts where there is no ``rope_type``."""
-    said = {key: value for key, value in data.items() if value is not None}
-    kind = {"rope_type": said["type"]} if "type" in said else {}
-    return Config({**kind, **{key: value for key, value in said.items() if key != "type"}}, where)
+def _one_table(config: Config, theta: float) -> Config:
+    """The newer table or the older one; both must say the same, ``theta`` standing where one leaves it out."""
+    newer, older = (plain_table(config, key) for key in ("rope_parameters", "rope_scaling"))
+    if newer and older:
+        whole = {"rope_type": "default", "rope_theta": theta}
+        for key in {**newer, **older}:
+            both = {name: (whole | table).get(key) for name, table in (("parameters", newer), ("scaling", older))}
+            config.agree({f"rope_{name}.{key}": value for name, value in both.items()})
+            if None in both.values():
+                name = next(f"rope_{name}" for name, value in both.items() if value is None)
+                raise UserError(f"{config.where} has both rope_parameters and rope_scaling, and '{name}' lacks '{key}'")
+    name = "rope_scaling" if newer is None else "rope_parameters"
+    return Config(newer or older or {}, f"{config.where} {name}")
+
+
+def plain_table(config: Config, key: str, table: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """A table (that of ``key`` unless given) without its nulls, an older ``type`` under its newer name."""
+    table = config.take(key, None, dict) if table is None else table
+    if table is None:
+        return None
+    config.agree({f"{key}.{name}": table.get(name) for name in ("rope_type", "type")})
+    kind = {"rope_type": table["type"]} if table.get("type") is not None else {}
+    return kind | {name: value for name, value in table.items() if value is not None and name != "type"}
 
 
 def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling | None:

@@ -79,26 +79,28 @@ def starcoder_spec(
 
 
 def read_config(config: Config) -> ModelSpec:
-    n_heads = config.size("n_head")
+    n_heads = config.size(config.name_of("n_head", "num_attention_heads"))
     config.expect("add_cross_attention", False, why="StarCoder is a decoder without an encoder")
     # Precision and kernels, which the backends settle; the summary head is no part of the language model.
     config.ignore(
         "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "inference_runner", "pre_allocate_kv_cache"
     )
-    config.ignore(
-        "validate_runner_input", "max_sequence_length", "max_batch_size", "pad_key_length", "num_key_value_heads"
-    )
+    config.ignore("validate_runner_input", "max_sequence_length", "max_batch_size", "pad_key_length")
     config.ignore(
         "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout"
     )
+    n_kv_heads = 1 if config.take("multi_query", True, bool) else n_heads
+    config.expect(
+        "num_key_value_heads", None, n_kv_heads, why="'multi_query' says whether it is 1 or every head has one"
+    )
     spec = starcoder_spec(
-        d_model=config.size("n_embd"),
-        n_layers=config.depth("n_layer"),
+        d_model=config.size(config.name_of("n_embd", "hidden_size")),
+        n_layers=config.depth(config.name_of("n_layer", "num_hidden_layers")),
         n_heads=n_heads,
-        n_kv_heads=1 if config.take("multi_query", True, bool) else n_heads,
+        n_kv_heads=n_kv_heads,
         d_ff=config.size("n_inner", None),
         vocab_size=config.size("vocab_size"),
-        max_seq_len=config.size("n_positions", 1024),
+        max_seq_len=config.size(config.name_of("n_positions", "max_position_embeddings"), 1024),
         scale=None if config.take("scale_attn_weights", True, bool) else 1.0,
         eps=config.number("layer_norm_epsilon", 1e-5),
         activation=activation_name(config, "activation_function", "gelu_pytorch_tanh"),

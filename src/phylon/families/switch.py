@@ -94,13 +94,14 @@ def _sparse(n_layers: int, step: int) -> list[int]:
 
 
 def read_config(config: Config) -> ModelSpec:
-    n_layers = config.depth("num_layers")
+    n_layers = config.depth(config.name_of("num_layers", "num_hidden_layers"))
     n_decoder_layers = config.size("num_decoder_layers", None, most=4096) or n_layers
     config.expect("router_dtype", "float32", why="routers run in at least fp32")
     config.expect("is_decoder", False, why="a decoder without its encoder is not read")
     config.expect("add_cross_attention", False, why="the decoder always reads the encoder")
     config.expect("is_gated_act", False, why="no release gates its feed-forward networks")
     config.expect("feed_forward_proj", "relu", why="no release has another")
+    config.agree({key: config.take(key, None) for key in ("feed_forward_proj", "dense_act_fn")})
     # Training adds them to the loss, and the reference itself ignores the last.
     config.ignore("router_z_loss_coef", "router_aux_loss_coef", "add_router_probs", "output_router_logits")
     config.ignore(
@@ -112,12 +113,12 @@ def read_config(config: Config) -> ModelSpec:
         "num_selected_experts",
     )
     spec = switch_spec(
-        d_model=config.size("d_model", 768),
+        d_model=config.size(config.name_of("d_model", "hidden_size"), 768),
         n_layers=n_layers,
         n_decoder_layers=n_decoder_layers,
         sparse_step=_read_step(config, "encoder", n_layers),
         decoder_sparse_step=_read_step(config, "decoder", n_decoder_layers),
-        n_heads=config.size("num_heads", 12),
+        n_heads=config.size(config.name_of("num_heads", "num_attention_heads"), 12),
         head_dim=config.size("d_kv", 64),
         d_ff=config.size("d_ff", 2048),
         n_experts=config.size("num_experts", 8, most=65_536),

@@ -118,13 +118,13 @@ def read_config(config: Config) -> ModelSpec:
     # The current reference always says "tied" and tells the versions apart by the scale; the head is in the file.
     scaled = config.take("scale_decoder_outputs", tied, bool)
     tied = tied and (scaled or not config.stores("lm_head.weight", False))
-    d_model = config.size("d_model")
+    d_model = config.size(config.name_of("d_model", "hidden_size"))
     spec = t5_spec(
         d_model=d_model,
-        n_layers=config.depth("num_layers"),
+        n_layers=config.depth(config.name_of("num_layers", "num_hidden_layers")),
         n_decoder_layers=config.size("num_decoder_layers", None, most=4096),
-        n_heads=config.size("num_heads"),
-        head_dim=config.size("d_kv"),
+        n_heads=config.size(config.name_of("num_heads", "num_attention_heads")),
+        head_dim=config.size(config.name_of("d_kv", "head_dim")),
         d_ff=config.size("d_ff"),
         vocab_size=config.size("vocab_size"),
         n_buckets=config.size("relative_attention_num_buckets", 32),
@@ -142,14 +142,19 @@ def read_config(config: Config) -> ModelSpec:
 
 def _feed_forward(config: Config) -> tuple[bool, str]:
     """Whether it is gated, and its activation: ``gated-gelu`` means the approximation by tanh."""
-    words = config.take("feed_forward_proj", "relu", str).split("-")
-    name = "gelu_new" if words == ["gated", "gelu"] else words[-1]
-    name, gated = config.take("dense_act_fn", name, str), config.take("is_gated_act", words[0] == "gated", bool)
+    whole = config.take("feed_forward_proj", "relu", str)
+    words = whole.split("-")
+    said = "gelu_new" if words == ["gated", "gelu"] else words[-1]
+    name, gated = config.take("dense_act_fn", said, str), config.take("is_gated_act", words[0] == "gated", bool)
     if name not in ACTIVATIONS or len(words) > 2 or (len(words) == 2 and words[0] != "gated"):
         said = "-".join(words)
         key = "dense_act_fn" if "dense_act_fn" in config else "feed_forward_proj"
         said = name if key == "dense_act_fn" else said
         raise UserError(f"{config.where}: unknown {key} '{said}'{did_you_mean(name, ACTIVATIONS)}")
+    if "feed_forward_proj" in config:
+        same = ACTIVATIONS.get(said) == ACTIVATIONS[name]
+        config.agree({"feed_forward_proj": whole, "dense_act_fn": None if same else name})
+        config.agree({"feed_forward_proj": whole, "is_gated_act": None if gated == (words[0] == "gated") else gated})
     return gated, ACTIVATIONS[name]
 
 

@@ -67,7 +67,7 @@ class Task:
     def read(self, config: Config, fmt: HFFormat) -> ModelSpec:
         n_classes, dropout = 2, 0.0
         if any(isinstance(head, Classify) for head in self.heads(n_classes, dropout).values()):
-            n_classes = n_classes_of(config)
+            n_classes = n_classes_of(config, self.heads(n_classes, dropout))
             # The reference falls back on the dropout of the blocks, where it is called so.
             rates = [config.take(_DROPOUT, None, (int, float))]
             rates += [config.take("hidden_dropout", None, (int, float))] if self.dropout else []

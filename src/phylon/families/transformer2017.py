@@ -118,13 +118,13 @@ def read_config(config: Config) -> ModelSpec:
     vocab_size = config.size("vocab_size")
     config.expect("decoder_vocab_size", None, vocab_size, why="source and target share one vocabulary")
     # Layer drop acts in training only; the others repeat what is said elsewhere, or are read by no code.
-    config.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers", "classifier_dropout")
+    config.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "classifier_dropout")
     config.ignore("classif_dropout", "extra_pos_embeddings", "add_bias_logits", "force_bos_token_to_be_generated")
     spec = transformer2017_spec(
-        d_model=config.size("d_model"),
-        n_layers=config.depth("encoder_layers"),
+        d_model=config.size(config.name_of("d_model", "hidden_size")),
+        n_layers=config.depth(config.name_of("encoder_layers", "num_hidden_layers")),
         n_decoder_layers=config.depth("decoder_layers"),
-        n_heads=config.size("encoder_attention_heads"),
+        n_heads=config.size(config.name_of("encoder_attention_heads", "num_attention_heads")),
         n_decoder_heads=config.size("decoder_attention_heads"),
         d_ff=config.size("encoder_ffn_dim"),
         d_ff_decoder=config.size("decoder_ffn_dim"),

@@ -129,7 +129,7 @@ def _read(config: Config, prefix: str, tasks: dict[str, tuple[str, ...]], n_extr
         attention_dropout=config.number("attention_probs_dropout_prob", 0.0),
         dropout=config.number("hidden_dropout_prob", 0.0),
         heads=heads,
-        n_classes=n_classes_of(config),
+        n_classes=n_classes_of(config, heads),
     )
     config.finish()
     return spec

@@ -5,6 +5,7 @@ from phylon.generate.chat import ChatSession
 from phylon.generate.classify import Classified, classifier, classify
 from phylon.generate.decode import Batch, Generation, TextStream, generate, run, stream
 from phylon.generate.encode import encode
+from phylon.generate.finetuned import answer, label_words, rate, taught
 from phylon.generate.request import Options, Request
 from phylon.generate.sampling import Sampling
 from phylon.generate.scoring import Score, score, score_choices
@@ -21,15 +22,19 @@ __all__ = [
     "Sampling",
     "Score",
     "TextStream",
+    "answer",
     "beam_search",
     "classifier",
     "classify",
     "encode",
     "generate",
+    "label_words",
+    "rate",
     "run",
     "score",
     "score_choices",
     "stream",
+    "taught",
 ]
 
 

@@ -9,7 +9,8 @@ from phylon.checkpoint import open_safetensors, write_safetensors
 from phylon.hub.save import new_folder
 from phylon.model import Model
 from phylon.model.passes import Lora, add_lora, lora_tensors
-from phylon.spec.errors import UserError, system_reason
+from phylon.spec.errors import UserError
+from phylon.spec.files import read_file
 from phylon.spec.serial import from_json, to_json
 
 CONFIG, TENSORS = "adapter.json", "adapter.safetensors"
@@ -40,10 +41,11 @@ def load_adapter(model: Model, folder: str | Path) -> list[str]:
     """
     path = Path(folder)
     try:
-        text = (path / CONFIG).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = system_reason(error) if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"'{path}' is no adapter: {CONFIG}: {reason}") from None
+        text = read_file(path / CONFIG).decode()
+    except UnicodeDecodeError:
+        raise UserError(f"'{path}' is no adapter: {CONFIG}: not UTF-8 text") from None
+    except UserError as error:
+        raise UserError(f"'{path}' is no adapter: {error}") from None
     try:
         lora = from_json(Lora, text, name="lora")
     except (UserError, msgspec.MsgspecError) as error:

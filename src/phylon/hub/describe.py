@@ -10,17 +10,18 @@ from typing import Any, Literal
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
-from phylon.families.base import Config, shown
+from phylon.families.base import Config, HFFormat, shown
 from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
 from phylon.model import GenerationDefaults, ModelSpec
-from phylon.spec.errors import UserError, did_you_mean
-from phylon.spec.serial import check_schema, from_data
+from phylon.spec.errors import UserError
+from phylon.spec.files import read_file, there
+from phylon.spec.serial import check_schema, from_data, to_json
 
 NATIVE_CONFIG = "phylon.json"
-# Of a head that the checkpoint lacks: whether it is the embedding, its scale and its dropout. Of one that it has:
-# whether a text is of one class or of several.
-_KEPT = ("tie_word_embeddings", "scale_decoder_outputs", "qa_dropout", "seq_classif_dropout", "problem_type")
+
+_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,7 @@ class Description:
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
     ``labels`` are the names of classes, by head.
-    ``kept`` are keys that the spec does not say, most of them of other models made of this one; they are saved again.
+    ``kept`` is the ``config.json`` that the model came from, by this folder or an earlier one.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -52,13 +53,13 @@ def describe(path_or_name: str | Path) -> Description:
         UserError: the path is no checkpoint, or its configuration does not fit.
     """
     path = find_model(path_or_name)
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix != ".gguf":
             raise UserError(f"'{path}' is not a .gguf file; give the folder that holds config.json and the weights")
         return _gguf(path)
-    if (path / NATIVE_CONFIG).exists():
+    if there(path / NATIVE_CONFIG):
         return _native(path)
-    if (path / "config.json").exists():
+    if there(path / "config.json"):
         return _hf(path)
     raise UserError(f"'{path}' is not a checkpoint: it has neither {NATIVE_CONFIG} nor config.json")
 
@@ -91,11 +92,8 @@ def _native(path: Path) -> Description:
 
 
 def _native_kept(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise UserError("'kept' must be a table of keys of config.json")
-    unknown = [key for key in data if key not in _KEPT]
-    if unknown:
-        raise UserError(f"unknown key {quoted('kept.' + unknown[0])}{did_you_mean(unknown[0], _KEPT)}")
+    if not isinstance(data, dict) or (data and not isinstance(data.get("model_type"), str)):
+        raise UserError("'kept' must be the table of a config.json, with its model_type")
     return data
 
 
@@ -107,18 +105,24 @@ def _hf(path: Path) -> Description:
     refuse_quantised(data, path)
     where = str(path / "config.json")
     with named(where):
-        family, fmt = hf_format(model_type)
+        family, fmt = hf_format(model_type, data)
     config = Config(data, where, lambda: _stored_names(path))
     try:
+        _one_architecture(config, fmt, data.get("architectures"))
         spec = fmt.read(config)
     except UserError as error:
         raise config.blame(error) from None
     extra = path / "generation_config.json"
+    files = {where: data} | ({str(extra): read_json(extra)} if there(extra) else {})
+    vocab_size = getattr(spec.last_stack.embed, "vocab_size", None)
+    generation = generation_defaults(files, vocab_size)
     with named(str(path)):
-        generation = generation_defaults(data, read_json(extra) if extra.exists() else {})
         labels = hf_labels(spec, data.get("id2label"))
     if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
         # T5 and Marian start from padding, also where a file does not say so.
+        pad = data.get("pad_token_id")
+        if pad is not None and generation.pad_id is None:
+            raise UserError(f"{where}: {_outside('pad_token_id', pad, vocab_size)}")
         generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(
         path=path,
@@ -129,8 +133,27 @@ def _hf(path: Path) -> Description:
         written_as=family.name,
         labels=labels,
         blame=config.blame,
-        kept={key: data[key] for key in _KEPT if data.get(key) is not None},
+        kept=data,
     )
+
+
+def _one_architecture(config: Config, fmt: HFFormat, names: Any) -> None:
+    """Several architectures must be names of one model: nothing says which of them the weights are of."""
+    if not isinstance(names, list):
+        return
+    if not all(isinstance(name, str) and name for name in names):
+        raise UserError(f"{config.where}: 'architectures' must be a list of names, got {shown(names)}")
+    first, *others = dict.fromkeys(names) or [""]
+    for other in others:
+        try:
+            same = len({to_json(fmt.read(config.but({"architectures": [name]}))) for name in (first, other)}) == 1
+        except UserError:
+            same = False
+        if not same:
+            raise UserError(
+                f"{config.where}: 'architectures' names {quoted(first)} and {quoted(other)}, which are different "
+                "models: keep the one that the weights are of"
+            )
 
 
 @contextmanager
@@ -172,33 +195,63 @@ def _gguf(path: Path) -> Description:
     )
 
 
-def generation_defaults(*tables: Mapping[str, Any]) -> GenerationDefaults:
-    """Special ids and sampling defaults from ``config.json`` and ``generation_config.json``; later tables win."""
-    merged = {key: value for table in tables for key, value in table.items() if value is not None}
+def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int | None = None) -> GenerationDefaults:
+    """Special ids and sampling defaults from ``config.json`` and ``generation_config.json``, by path; later files win.
 
-    def ids(key: str) -> tuple[int, ...]:
-        value = merged.get(key, ())
-        found = value if isinstance(value, list | tuple) else (value,)
-        wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool)]
-        if wrong:
-            raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
-        # A negative id is how some files say that there is none.
-        return tuple(i for i in found if i >= 0)
+    ``vocab_size``: what the ids must be below, where that is known.
 
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: merged[name] for name in names if name in merged}
+    Raises:
+        UserError: a value that no generation can use, also where a later file or ``do_sample`` would hide it.
+    """
+    merged: dict[str, Any] = {}
+    for where, table in files.items():
+        said = {key: value for key, value in table.items() if value is not None}
+        with named(where):
+            merged |= said | {key: _ids(key, said[key], vocab_size) for key in _ID_KEYS if key in said}
+            _check_sampling(said)
+    sampling = {name: merged[name] for name in _SAMPLING if name in merged}
     if sampling.get("top_k") == 0:
         del sampling["top_k"]
     if not merged.get("do_sample", False):
         # Settings of a sampler that the checkpoint does not turn on are not its defaults.
         sampling = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
+    bos, eos, pad, start = (merged.get(key, ()) for key in _ID_KEYS)
     return GenerationDefaults(
-        bos_id=next(iter(ids("bos_token_id")), None),
-        eos_ids=ids("eos_token_id"),
-        pad_id=next(iter(ids("pad_token_id")), None),
-        decoder_start_id=next(iter(ids("decoder_start_token_id")), None),
+        bos_id=next(iter(bos), None),
+        eos_ids=eos,
+        pad_id=next(iter(pad), None),
+        decoder_start_id=next(iter(start), None),
         **sampling,
     )
+
+
+def _ids(key: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
+    found = value if isinstance(value, list | tuple) else (value,)
+    wrong = [i for i in found if not isinstance(i, int) or isinstance(i, bool) or abs(i) >= 2**31]
+    if wrong:
+        raise UserError(f"'{key}' must be a token id or a list of them, got {shown(wrong[0])}")
+    above = [i for i in found if vocab_size is not None and i >= vocab_size]
+    if above and key == "decoder_start_token_id":
+        raise UserError(_outside(key, above[0], vocab_size))
+    # A negative id is how some files say that there is none. One above comes of the defaults of a larger model (small
+    # GPT-2s of the reference), or of a tokenizer that pads with a token its model lacks (LLaMA 2).
+    return tuple(i for i in found if i >= 0 and i not in above)
+
+
+def _outside(key: str, token: int, vocab_size: int | None) -> str:
+    return f"'{key}' is {shown(token)}, which is no token of a vocabulary of {vocab_size}: correct or remove it"
+
+
+def _check_sampling(said: Mapping[str, Any]) -> None:
+    if not isinstance(said.get("do_sample", False), bool):
+        raise UserError(f"'do_sample' must be true or false, got {shown(said['do_sample'])}")
+    for name in _SAMPLING:
+        # 0 is how the reference says that all tokens are candidates.
+        if name in said and not (name == "top_k" and said[name] == 0 and not isinstance(said[name], bool)):
+            try:
+                GenerationDefaults(**{name: said[name]})
+            except UserError as error:
+                raise UserError(f"'{name}'{str(error).removeprefix(name)}") from None
 
 
 def refuse_quantised(data: Mapping[str, Any], path: Path) -> None:
@@ -211,10 +264,9 @@ def refuse_quantised(data: Mapping[str, Any], path: Path) -> None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of at most 64 MB."""
-    if path.stat().st_size > 64 * 2**20:
-        raise UserError(f"'{path}' is too large to be a configuration")
+    content = read_file(path, most=64 << 20)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
         # No JSON, no UTF-8, or a whole number of more digits than Python reads.
         raise UserError(f"'{path}' is not JSON: {str(error).splitlines()[0]}") from None

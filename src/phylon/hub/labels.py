@@ -60,6 +60,12 @@ def hf_tables(model: Model) -> dict[str, Any]:
     }
 
 
+def names_the_classes(table: Any, model: Model) -> bool:
+    """Whether an ``id2label`` gives the classes the names that they have in the model."""
+    head = _tabled(model.spec) or ""
+    return hf_labels(model.spec, table).get(head) == model.labels.get(head)
+
+
 def kept_labels(labels: Mapping[str, tuple[str, ...]], old: ModelSpec, new: ModelSpec) -> Labels:
     """The names of the heads that stay as they are when a model is changed."""
     return {head: names for head, names in labels.items() if new.heads.get(head) == old.heads[head]}

@@ -7,13 +7,25 @@ from pathlib import Path
 
 import torch
 
-from phylon.checkpoint import Layout, LoadPlan, PrefixError, TensorSource, identity, open_safetensors, stored_dtypes
+from phylon.checkpoint import (
+    Drop,
+    Layout,
+    LoadPlan,
+    PrefixError,
+    TensorSource,
+    identity,
+    open_safetensors,
+    stored_dtypes,
+)
 from phylon.families import families
 from phylon.hub.describe import Description, describe, named
 from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta, materialise, resolve_device, resolve_dtype
 from phylon.spec.errors import UserError
+from phylon.spec.files import there
 from phylon.text import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
+UNREAD = "unread."
+"""What the names of `Model.unread` begin with in a native folder."""
 _COMPUTE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "encoder.json", "spiece.model")
 
@@ -49,6 +61,9 @@ def load(
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
     model.family, model.labels = found.written_as, found.labels
     model.kept = dict(found.kept)
+    model.unread = _unread(found, layout, plan, source)
+    if dtype is not None:
+        model.unread = {k: t.to(model.dtype) if t.is_floating_point() else t for k, t in model.unread.items()}
     if found.format == "gguf":
         model.tokenizer, model.generation = _gguf_vocabulary(source)
     return model.eval()
@@ -103,10 +118,16 @@ def _check_depth(spec: ModelSpec, source: TensorSource, path: Path) -> None:
 
 def _layout(found: Description, model: Model) -> Layout:
     if found.family is None:
-        return identity(stored_tensors(model))
+        return identity(stored_tensors(model), Drop(UNREAD + "*", "goes back to the format it came from"))
     fmt = found.family.hf if found.format == "hf" else found.family.gguf
     assert fmt is not None
     return fmt.layout(found.spec)
+
+
+def _unread(found: Description, layout: Layout, plan: LoadPlan, source: TensorSource) -> dict[str, torch.Tensor]:
+    if found.family is None:
+        return {name.removeprefix(UNREAD): source.read(name).clone() for name, _ in plan.dropped}
+    return layout.unread(plan, source) if found.format == "hf" else {}
 
 
 def _misfit(error: UserError, found: Description, source: TensorSource) -> UserError:
@@ -123,8 +144,8 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     """What to say, and whether it is sure, where another family's tensor names fit the file better than its own do.
 
     Better is: a tenth more of the names have a place; or not fewer names do, not fewer of the rules are used, and one
-    of the two is more. Where the file's names fit both fully (GPT-2 and StarCoder differ in shapes alone), both are
-    named too.
+    of the two is more. Where the file's names fit both alike (GPT-2 and StarCoder differ in shapes alone, BERT and
+    RoBERTa without heads too), both are named.
     """
     if found.format != "hf" or found.family is None:
         return "", False
@@ -135,7 +156,7 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
     nearest = " or ".join(f"'{name}'" for name, fit in fits.items() if fit == best)
     if best > own:
         said = f"its tensors are those of family {nearest}"
-    elif best == own == (1.0, 1.0):
+    elif best == own and own[0] == 1.0:
         said = f"its tensors' names are also those of family {nearest}"
     else:
         return "", False
@@ -184,4 +205,4 @@ def _gguf_vocabulary(source: TensorSource) -> tuple[Tokenizer | None, Generation
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
-    return load_tokenizer(path) if path.is_dir() and any((path / name).exists() for name in _TOKENIZER_FILES) else None
+    return load_tokenizer(path) if path.is_dir() and any(there(path / name) for name in _TOKENIZER_FILES) else None

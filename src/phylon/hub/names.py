@@ -6,6 +6,7 @@ from pathlib import Path
 
 from phylon.families import presets
 from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.files import there
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def find_model(path_or_name: str | Path) -> Path:
     name = str(path_or_name)
     if name in KNOWN:
         return _in_package(name)
-    if path.exists():
+    if there(path):
         return path
     if name in presets():
         raise UserError(f"'{name}' is a preset without weights; give a folder or a .gguf file, or train one first")

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +15,9 @@ from phylon.checkpoint import MemorySource, identity, write_gguf, write_safetens
 from phylon.families import Family, families
 from phylon.families.base import Config, GGUFFormat, HFFormat
 from phylon.hub.describe import NATIVE_CONFIG
-from phylon.hub.labels import hf_tables
-from phylon.hub.load import stored_tensors
-from phylon.model import GenerationDefaults, Model, ModelSpec, build_meta
+from phylon.hub.load import UNREAD, stored_tensors
+from phylon.hub.written import generation_config, hf_config
+from phylon.model import Model, ModelSpec, build_meta
 from phylon.model.passes import lora_tensors
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.serial import SCHEMA, to_data
@@ -51,15 +50,12 @@ def save(
             data |= {"labels": model.labels} if model.labels else {}
             data |= {"kept": model.kept} if model.kept else {}
             _write_json(beside / NATIVE_CONFIG, data)
-            tensors: Any = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
+            mine = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
+            tensors: Any = _Together(mine, [(UNREAD + name, tensor) for name, tensor in model.unread.items()])
         else:
-            _write_json(
-                # What the family writes itself (RoBERTa's pad id places its positions) is part of the maths.
-                beside / "config.json",
-                {**_ids(model.generation), **_with_kept(model, hf), **hf_tables(model), "torch_dtype": _most(model)},
-            )
-            _write_json(beside / "generation_config.json", _generation_config(model.generation))
-            tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes)
+            tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes, model.unread)
+            _write_json(beside / "config.json", hf_config(model, hf, tensors.names()))
+            _write_json(beside / "generation_config.json", generation_config(model.generation))
         metadata = {"format": "pt"}
         write_safetensors(beside / "model.safetensors", tensors, metadata, max_shard_bytes=_SHARD_BYTES)
         if model.tokenizer is not None:
@@ -109,19 +105,6 @@ def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
     raise UserError(f"no family's {kind} format says this model exactly; save it as native ({shown})")
 
 
-def _with_kept(model: Model, hf: HFFormat) -> dict[str, Any]:
-    """The configuration, with what the model's file said of heads that it lacks, as far as that changes nothing."""
-    written = hf.write(model.spec)
-    for key, value in model.kept.items():
-        said = {**written, key: value}
-        try:
-            same = hf.read(Config(said)).replace(init=model.spec.init) == model.spec
-        except UserError:
-            continue
-        written = said if same else written
-    return written
-
-
 def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str | None:
     try:
         written = fmt.write(spec)
@@ -147,34 +130,6 @@ def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> 
         return [maths(inner) for inner in value] if isinstance(value, list) else value
 
     return maths(to_data(back)) == maths(to_data(spec))
-
-
-def _most(model: Model) -> str:
-    """The dtype of most numbers, as they are written."""
-    count: Counter[torch.dtype] = Counter()
-    for name, tensor in stored_tensors(model).items():
-        stored, loaded = model.stored_dtypes.get(name, (tensor.dtype, tensor.dtype))
-        count[stored if loaded == tensor.dtype else tensor.dtype] += tensor.numel()
-    return str(count.most_common(1)[0][0]).removeprefix("torch.")
-
-
-def _ids(generation: GenerationDefaults) -> dict[str, Any]:
-    eos: Any = list(generation.eos_ids)
-    start = generation.decoder_start_id
-    return {
-        "bos_token_id": generation.bos_id,
-        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
-        "pad_token_id": generation.pad_id,
-        **({} if start is None else {"decoder_start_token_id": start}),
-    }
-
-
-def _generation_config(generation: GenerationDefaults) -> dict[str, Any]:
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: value for name in names if (value := getattr(generation, name)) is not None}
-    turned_on = any(name != "repetition_penalty" for name in sampling)
-    ids = {key: value for key, value in _ids(generation).items() if value is not None}
-    return {**ids, **sampling, **({"do_sample": True} if turned_on else {})}
 
 
 def _write_json(path: Path, data: Any) -> None:

@@ -38,7 +38,8 @@ class Model(Part):
     ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, ``labels`` are
     the names of a head's classes in order, by head, where they have names, and ``stored_dtypes`` says what is given
     back in another dtype than the parameter has: by name, as stored and as loaded.
-    ``kept``: keys of its configuration that the spec does not say, most of them of other models made of this one.
+    ``kept`` is the ``config.json`` it came from, and ``unread`` holds tensors that came beside it and that no code
+    reads, by their foreign name and as stored: both go back with it, the first as far as it is still true.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 
@@ -56,6 +57,7 @@ class Model(Part):
         self.family: str | None = None
         self.labels: dict[str, tuple[str, ...]] = {}
         self.kept: dict[str, Any] = {}
+        self.unread: dict[str, Tensor] = {}
         self.taps: Taps | None = None
         for name, module in self.named_modules():
             if isinstance(module, Part):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from phylon.spec.errors import UserError, did_you_mean
 
@@ -25,13 +25,22 @@ class Backend(Protocol[C]):
         """The result: a tensor, or a tuple of them where the op says so."""
 
 
+@runtime_checkable
+class Noted(Protocol):
+    """A backend that computes in more than one way."""
+
+    def note(self) -> str:
+        """Which way it is on this machine, and why."""
+
+
 @dataclass(frozen=True)
 class Reason:
-    """One line of ``explain``: the backend, whether it was chosen, and why not if it cannot run."""
+    """One line of ``explain``: the backend, whether it was chosen, why not if it cannot run, how it computes here."""
 
     backend: str
     chosen: bool
     reason: str | None
+    note: str | None = None
 
 
 class Dispatch(Generic[C]):
@@ -60,7 +69,10 @@ class Dispatch(Generic[C]):
         """Every backend with the reason why it would not run ``call``."""
         reasons = {name: b.available() or b.supports(call) for name, b in self.backends.items()}
         chosen = self.forced or next(b.name for b in self._ordered(call) if reasons[b.name] is None)
-        return [Reason(name, name == chosen and reason is None, reason) for name, reason in reasons.items()]
+        return [
+            Reason(name, name == chosen and reason is None, reason, note_of(self.backends[name]))
+            for name, reason in reasons.items()
+        ]
 
     @contextmanager
     def force(self, name: str) -> Generator[None]:
@@ -82,3 +94,8 @@ class Dispatch(Generic[C]):
         if name not in self.backends:
             raise UserError(f"unknown {self.op} backend '{name}'{did_you_mean(name, self.backends)}")
         return self.backends[name]
+
+
+def note_of(backend: object) -> str | None:
+    """What a backend says of how it computes on this machine, if it has a choice."""
+    return backend.note() if isinstance(backend, Noted) else None

@@ -6,6 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from phylon.ops.native.library import features
+
 _UNITS = {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "sve_bf16"}
 
 
@@ -13,14 +15,11 @@ _UNITS = {"avx512_bf16", "amx_bf16", "avx512_fp16", "bf16", "sve_bf16"}
 def bf16_units() -> bool:
     """Whether the processor multiplies bf16 in hardware.
 
-    Without, PyTorch's bf16 product takes 3 to 4 times as long as its fp32 one (``benchmarks/train/README.md``).
+    Without, PyTorch's bf16 product takes 3 to 4 times as long as its fp32 one (``benchmarks/train/README.md``). With
+    them oneDNN multiplies, on AMX where there is such a thing. What cannot be known is taken to have them.
     """
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            found = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    except OSError:
-        return True
-    return bool(_UNITS & set(found.split()))
+    found = features()
+    return not found or bool(_UNITS & found)
 
 
 def widened(x: Tensor) -> bool:

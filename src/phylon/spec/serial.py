@@ -157,20 +157,37 @@ def _one_line(message: str, kind: Any) -> str:
     if unknown and "(" not in message:
         fields = getattr(_class_at(kind, paths[0] if paths else ""), "__struct_fields__", ())
         message = f"unknown field '{unknown[1]}'{did_you_mean(unknown[1], fields)}"
+    word = re.search(r"Invalid enum value (.+)$", message)
+    if word and (choices := typing.get_args(_literal_at(kind, paths[0] if paths else ""))):
+        message = f"{word[1]} is none of {', '.join(map(str, choices))}"
     path = ".".join(p for p in reversed(paths) if p)
     return f"{message} - at `$.{path}`" if path else message
 
 
 def _class_at(kind: Any, path: str) -> Any:
     """The class that msgspec's path (``run.steps``, ``blocks[0]``, ``heads[...]``) leads to from ``kind``."""
+    options = [option for option in _options(_type_at(kind, path)) if isinstance(option, type)]
+    return next((option for option in options if issubclass(option, Spec)), None)
+
+
+def _literal_at(kind: Any, path: str) -> Any:
+    """The choice of words that the path leads to."""
+    options = _options(_type_at(kind, path))
+    return next((option for option in options if typing.get_origin(option) is typing.Literal), None)
+
+
+def _options(kind: Any) -> list[Any]:
+    """What a type may be, ``None`` aside."""
+    return [option for option in (*typing.get_args(kind), kind) if option is not type(None)]
+
+
+def _type_at(kind: Any, path: str) -> Any:
     for step in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
-        options = [option for option in (*typing.get_args(kind), kind) if option is not type(None)]
         if step.startswith("["):
             kind = typing.get_args(kind)[-1 if typing.get_origin(kind) is dict else 0]
             continue
-        owner = next((o for o in options if isinstance(o, type) and issubclass(o, Spec)), None)
+        owner = next((o for o in _options(kind) if isinstance(o, type) and issubclass(o, Spec)), None)
         if owner is None or step not in owner.__struct_fields__:
             return None
         kind = typing.get_type_hints(owner)[step]
-    options = [option for option in (*typing.get_args(kind), kind) if isinstance(option, type)]
-    return next((option for option in options if issubclass(option, Spec)), None)
+    return kind

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from phylon.spec.errors import UserError
+from phylon.spec.files import read_file, there
 from phylon.text.sentencepiece import build_spm, read_spm
 from phylon.text.tokenizer import Tokenizer, set_affixes
 
@@ -37,7 +38,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     Raises ``UserError`` for a missing, foreign or damaged file, and for a special token that the vocabulary lacks.
     """
     path = Path(path)
-    if not path.exists():
+    if not there(path):
         raise UserError(f"no tokenizer at {path}: give a folder or file with {KNOWN_FILES}")
     folder = path if path.is_dir() else path.parent
     config = _config(folder)
@@ -61,10 +62,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _backend(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
-    if path.is_file():
+    if not path.is_dir():
         return _from_file(path, config)
     for name in ("tokenizer.json", "vocab.json", "encoder.json", "vocab.txt", "tokenizer.model", "spiece.model"):
-        if (path / name).is_file():
+        if there(path / name):
             return _from_file(path / name, config)
     others = sorted(path.glob("*.model"))
     if len(others) == 1:
@@ -99,11 +100,12 @@ def _from_file(path: Path, config: dict[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _tokenizer_json(path: Path) -> tokenizers.Tokenizer:
-    content = read_json(path)
+    text = _read_text(path)
+    content = _json(path, text)
     if not isinstance(content.get("model"), dict):
         raise UserError(f"{path} is not a tokenizer.json: it has no model")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         raise UserError(f"{path} is not a tokenizer.json this library reads: {_line(error)}") from None
 
@@ -167,9 +169,52 @@ def bert_template(backend: tokenizers.Tokenizer, cls: str, sep: str) -> None:
 def _config(folder: Path) -> dict[str, Any]:
     config: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            config |= {key: value for key, value in read_json(folder / name).items() if value is not None}
+        if there(folder / name):
+            said = {key: value for key, value in read_json(folder / name).items() if value is not None}
+            _check_kinds(folder / name, said)
+            config |= said
     return config
+
+
+_SWITCHES = (
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "do_lower_case",
+    "legacy",
+    "strip_accents",
+    "tokenize_chinese_chars",
+)
+_ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+
+
+def _check_kinds(path: Path, said: dict[str, Any]) -> None:
+    """Refuse a value of the wrong kind of every key that is read here: it would count as silence, or as "yes"."""
+    template = said.get("chat_template", "")
+    entries = template if isinstance(template, list) else [{"name": "default", "template": template}]
+    wrong = {key: "true or false" for key in _SWITCHES if not isinstance(said.get(key, False), bool)}
+    wrong |= {key: "a token" for key in _ROLES if key in said and not _is_token(said[key])}
+    if not all(isinstance(e, dict) and _is_text(e.get("name")) and _is_text(e.get("template")) for e in entries):
+        wrong["chat_template"] = "a template, or a list of them with name and template"
+    if not isinstance(said.get("added_tokens_decoder", {}), dict):
+        wrong["added_tokens_decoder"] = "a table of tokens by id"
+    if not _is_text(said.get("tokenizer_class", "")):
+        wrong["tokenizer_class"] = "a name"
+    for key, wanted in wrong.items():
+        raise UserError(f"{path}: '{key}' must be {wanted}, got {_short(said[key])}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_token(value: Any) -> bool:
+    return _is_text(value.get("content") if isinstance(value, dict) else value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, Any]) -> None:
@@ -179,10 +224,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         for key, entry in config.get("added_tokens_decoder", {}).items():
-            tokens[int(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
-        if (folder / "added_tokens.json").is_file():
+            tokens[_id(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+        if there(folder / "added_tokens.json"):
             for content, id in read_json(folder / "added_tokens.json").items():
-                tokens.setdefault(int(id), AddedToken(content, normalized=False, special=False))
+                tokens.setdefault(_id(id), AddedToken(content, normalized=False, special=False))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
@@ -202,6 +247,13 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
                 f"{folder}: the files say that {token.content!r} has id {id}, "
                 f"but the vocabulary makes it {backend.token_to_id(token.content)}"
             )
+
+
+def _id(value: Any) -> int:
+    found = int(value) if isinstance(value, str) else value
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ValueError(f"{_short(value)} is no id")
+    return found
 
 
 class _Special:
@@ -225,16 +277,21 @@ class _Special:
     def eos_ids(self) -> Iterable[int]:
         first = self.id("eos")
         ids = [] if first is None else [first]
-        ids += _ids(self._config.get("eos_token_ids"))
+        ids += _ids(self._folder / "tokenizer_config.json", "eos_token_ids", self._config)
         generation = self._folder / "generation_config.json"
-        if generation.is_file():
-            ids += _ids(read_json(generation).get("eos_token_id"))
+        if there(generation):
+            ids += _ids(generation, "eos_token_id", read_json(generation))
         return ids
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+def _ids(path: Path, key: str, said: dict[str, Any]) -> list[int]:
+    """The ids of one key, negative ones left out: they say that there is none."""
+    value = said.get(key)
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    wrong = [v for v in values if not isinstance(v, int) or isinstance(v, bool)]
+    if wrong:
+        raise UserError(f"{path}: '{key}' must be a token id or a list of them, got {_short(wrong[0])}")
+    return [v for v in values if v >= 0]
 
 
 def _content(token: Any) -> str | None:
@@ -243,7 +300,7 @@ def _content(token: Any) -> str | None:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").is_file():
+    if there(folder / "chat_template.jinja"):
         return _read_text(folder / "chat_template.jinja")
     template = config.get("chat_template")
     if isinstance(template, list):
@@ -253,20 +310,20 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _read_text(path: Path) -> str:
+    if not there(path):
+        raise UserError(f"{path.name} is missing in {path.parent}")
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise UserError(f"{path.name} is missing in {path.parent}") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        return read_file(path).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; anything else is a ``UserError`` that says where."""
-    text = _read_text(path)
+    return _json(path, _read_text(path))
+
+
+def _json(path: Path, text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:

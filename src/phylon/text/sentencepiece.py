@@ -22,6 +22,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from phylon.spec.errors import UserError
+from phylon.spec.files import read_file
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 SPACE = "▁"
@@ -60,9 +61,7 @@ class SpmModel:
 def read_spm(path: Path) -> SpmModel:
     """Reads a ``.model`` file; anything that is not one, or only the beginning of one, is a ``UserError``."""
     try:
-        return _parse_model(memoryview(path.read_bytes()))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+        return _parse_model(memoryview(read_file(path)))
     except (_BadProto, UnicodeDecodeError, struct.error) as error:
         raise UserError(f"{path} is not a whole SentencePiece model ({error}); fetch the file again") from None
 

@@ -18,6 +18,8 @@ class TimeBudget:
         self.seconds, self.most = seconds, most
         self._last_acts = {"eval": seconds * ACT_SHARE, "samples": seconds * ACT_SHARE}
         self._start = self._mark = (0, 0.0)
+        self.room = 0
+        """The steps that there was time for at the last plan, however many are wanted."""
 
     @property
     def reserve(self) -> float:
@@ -42,7 +44,8 @@ class TimeBudget:
         speeds = [(elapsed - since) / max(1, step - first) for first, since in (self._start, self._mark)]
         per_step = sum(speeds) / 2
         left = max(0.0, self.seconds - self.reserve - elapsed)
-        total = min(self.most, step + int(left / max(per_step, 1e-9)))
+        self.room = step + int(left / max(per_step, 1e-9))
+        total = min(self.most, self.room)
         self._mark = (step, elapsed)
         return max(total, step), step + max(1, min(2 * step, total // PLANS))
 

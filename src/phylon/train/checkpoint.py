@@ -23,6 +23,7 @@ from phylon.checkpoint.files import checksum
 from phylon.checkpoint.source import TensorSource
 from phylon.model import Model
 from phylon.spec.errors import UserError, system_reason
+from phylon.spec.files import read_file
 from phylon.train.rng import RandomState
 from phylon.train.scaling import LossScale
 from phylon.train.spikes import SpikeState
@@ -45,7 +46,8 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     ``limit``: the seconds that a timed run may take in all.
     ``best``: the best evaluation, by ``run.best``; a checkpoint of that step is kept.
-    ``skipped`` counts the updates left out for a gradient that was not finite, ``skipped_in_row`` those just now.
+    ``skipped`` counts the updates left out for what was wrong with their batch, ``skipped_in_row`` those just now,
+    ``idle`` all steps that changed no weight (those whose loss scale was too high as well).
     """
 
     step: int = 0
@@ -55,6 +57,7 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     replan: int | None = None
     limit: float | None = None
     skipped: int = 0
+    idle: int = 0
     skipped_in_row: int = 0
     best: Best | None = None
     spikes: SpikeState = msgspec.field(default_factory=SpikeState)
@@ -174,8 +177,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The newest whole checkpoint below ``folder``: the one ``latest`` names, else the highest step."""
     found = checkpoints(folder)
     try:
-        named = folder / (folder / "latest").read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        named = folder / read_file(folder / "latest").decode().strip()
+    except (UserError, UnicodeDecodeError):
         named = None
     return named if named in found else found[-1] if found else None
 

@@ -24,6 +24,8 @@ def with_epochs(recipe: Recipe, loader: Batches) -> Recipe:
     steps = getattr(loader, "steps_per_epoch", None)
     if steps is None:
         raise UserError("these data have no end, so run.epochs says nothing; give run.steps")
+    if run.epochs * steps >= 2**63:
+        raise UserError(f"run.epochs {run.epochs} are more steps than can be counted; lower it")
     every = steps if run.eval_every is None else run.eval_every
     return recipe.replace(run=run.replace(steps=run.epochs * steps, eval_every=every))
 
@@ -32,6 +34,18 @@ def check_metric(name: str, metrics: Mapping[str, float]) -> None:
     """Refuse a ``run.best`` that an evaluation does not measure."""
     if name not in metrics:
         raise UserError(f"run.best names no metric of this objective: '{name}'{did_you_mean(name, metrics)}")
+
+
+def check_kept(recipe: Recipe) -> None:
+    """``check_metric`` and ``check_average`` as far as the recipe alone can tell."""
+    run, measured = recipe.run, recipe.objective.measured()
+    if run.best is not None:
+        if not recipe.data.held_out:
+            raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
+        if measured is not None:
+            check_metric(run.best, dict.fromkeys(("loss", *measured), 0.0))
+    if run.epochs is None:
+        check_average(run)
 
 
 def check_average(run: RunRecipe) -> None:

@@ -18,7 +18,7 @@ from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
 from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
 from phylon.train.pretrained import apply_tune
-from phylon.train.recipe import Recipe, apply_overrides, model_spec
+from phylon.train.recipe import Recipe, model_spec, with_values
 from phylon.train.vocabulary import Loaded
 from phylon.train.watch import trained_share
 from phylon.train.world import World
@@ -199,7 +199,7 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
             small["data.max_bytes"] = min(enough, recipe.data.max_bytes or enough)
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
-    changed = apply_overrides(recipe, small)
+    changed = with_values(recipe, small)
     prepared = prepare(
         changed,
         folder,

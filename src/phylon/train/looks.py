@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from phylon.train.batches import first_rows
+from phylon.train.doubtful import doubtful
 from phylon.train.final import better, check_average, check_metric, kept_weights
 from phylon.train.gradients import evaluating
 from phylon.train.metrics import Record
@@ -23,13 +24,8 @@ class Looks(Session):
         run = self.recipe.run
         self._held_out()
         check_average(run)
-        warmup = self.recipe.schedule.warmup
-        if self.budget is None and self.recipe.schedule.total is None and warmup >= run.steps:
-            reached = self.recipe.schedule.ratio(run.steps - 1, run.steps)
-            self._say(
-                f"schedule.warmup is {warmup:,} and the run has {run.steps:,} steps: the rate rises to {reached:.0%} "
-                "of optim.lr and no further"
-            )
+        for message in doubtful(self.recipe, self.loader, self.held_out is not None):
+            self._say(message)
         if run.best is not None and self.held_out is not None:
             check_metric(run.best, self._measure(first_rows(self.held_out(), TRIED_ROWS)))
 

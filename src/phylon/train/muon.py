@@ -33,6 +33,12 @@ class Muon(Mechanism, Optimizer, frozen=True, kw_only=True):
             raise UserError(f"momentum must be at least 0 and below 1, got {self.momentum}")
         self.rest()
 
+    def check(self, parameters: NamedParameters) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise UserError(f"muon needs PyTorch 2.9 or newer, and this is {torch.__version__}; choose adamw")
+        if not any(p.requires_grad and is_hidden(name, p) for name, p in parameters):
+            raise UserError("muon trains the fp32 matrices of blocks, and this model trains none; choose adamw")
+
     def state_bytes(self, parameters: Mapping[str, Tensor]) -> int:
         hidden = sum(p.numel() for name, p in parameters.items() if is_hidden(name, p))
         return 8 * sum(p.numel() for p in parameters.values()) - 4 * hidden
@@ -52,12 +58,9 @@ class MuonOptimizer:
     """Runs ``Muon``; the interface of ``AdamWOptimizer``, over both halves."""
 
     def __init__(self, spec: Muon, parameters: NamedParameters) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise UserError(f"muon needs PyTorch 2.9 or newer, and this is {torch.__version__}; choose adamw")
         named = [(name, p) for name, p in parameters if p.requires_grad]
+        spec.check(named)
         hidden = {name for name, p in named if is_hidden(name, p)}
-        if not hidden:
-            raise UserError("muon trains the fp32 matrices of blocks, and this model trains none; choose adamw")
         self.matrices = {name: p for name, p in named if name in hidden}
         others = [(name, p) for name, p in named if name not in hidden]
         self._adamw = AdamWOptimizer(spec.rest(), others) if others else None

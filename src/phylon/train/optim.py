@@ -29,6 +29,9 @@ class Optimizer(Slot):
         """The largest global gradient norm; ``None`` for no clipping."""
         raise NotImplementedError
 
+    def check(self, parameters: NamedParameters) -> None:
+        """Refuse parameters, by name and of any device, that this optimizer cannot train."""
+
     def state_bytes(self, parameters: Mapping[str, Tensor]) -> int:
         """Bytes that the state of these trained parameters takes: two moments in fp32."""
         return 8 * sum(p.numel() for p in parameters.values())

@@ -27,6 +27,8 @@ Kind = Literal["ddp", "fsdp"]
 def check_parallel(recipe: Any) -> None:
     """Refuse what several processes cannot share: fewer rows than parts, and shards for what needs whole matrices."""
     size, run = int(os.environ.get("WORLD_SIZE", "1")), recipe.run
+    if size > 1 and recipe.objective.whole_batch:
+        raise UserError("this objective needs its batch whole, and several processes would share it; start one")
     if size > 1 and not recipe.objective.by_tokens and run.batch_size < size * run.accumulate:
         raise UserError(
             f"a batch of {run.batch_size} rows cannot be shared by {size} processes in {run.accumulate} parts each; "
@@ -102,6 +104,10 @@ class Parallel:
     def norm(self, value: float) -> float:
         """The norm of the whole gradient, from that of this process's part of it."""
         return self.world.sum([value**2])[0] ** 0.5 if self.kind == "fsdp" else value
+
+    def finite(self) -> bool:
+        """Whether every number of this process's parameters is one."""
+        return all(bool(torch.isfinite(p.detach()).all()) for p in self.parameters().values())
 
     def whole(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """``tensors`` by parameter (or ``<what>.<parameter>``) with every shard put together; all must call it."""

@@ -8,6 +8,7 @@ from phylon.data import DataSource, Document, PythonCorpus, Record, Source
 from phylon.model import Model, ModelSpec, build, build_meta, resolve_device
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer, load_tokenizer
+from phylon.train.final import check_kept
 from phylon.train.machine import check_threads, resolve_precision
 from phylon.train.objectives.base import Feed, Material, Say
 from phylon.train.parallel import check_parallel
@@ -29,18 +30,46 @@ class Prepared(NamedTuple):
 def check(recipe: Recipe, source: Source | None, device: str) -> Source:
     """Find what is wrong with a recipe before anything is written or computed; the source of its data.
 
-    The vocabulary is not known yet, so sizes that depend on it are checked again later.
+    Where the vocabulary is still to be made from the data, sizes that depend on it are checked again later.
     """
     resolve_precision(recipe.run.precision, resolve_device(device))
     check_threads(recipe.run.threads)
     check_parallel(recipe)
-    spec = model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)
+    check_kept(recipe)
+    model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)  # before a file of it is read
+    tokenizer = _known_tokenizer(recipe)
+    spec = model_spec(recipe, _expected_vocabulary(recipe, tokenizer))
     check_tune(build_meta(spec), recipe.tune)
+    shape = build_meta(spec)
+    apply_tune(shape, recipe.tune)
+    recipe.optim.check(shape.named_parameters())
     recipe.objective.check(recipe, spec)
+    if tokenizer is not None:
+        check_vocabulary(spec, tokenizer.vocab_size)
+        recipe.objective.check_vocabulary(spec, tokenizer)
+    elif recipe.objective.reads_text:
+        check_vocabulary(spec, getattr(recipe.data.tokenizer, "vocab_size", 0))
     source = recipe_source(recipe.data) if source is None else source
-    if recipe.objective.reads_text:
-        next(recipe.objective.texts(source), None)
+    recipe.objective.look(source)
     return source
+
+
+def _known_tokenizer(recipe: Recipe) -> Tokenizer | None:
+    """The tokenizer, where it is there before the data are read."""
+    wanted = recipe.data.tokenizer
+    if not recipe.objective.reads_text:
+        return None
+    if isinstance(wanted, Loaded):
+        return wanted.make(lambda: iter(()))
+    return start_tokenizer(recipe.model) if "from" in recipe.model else None
+
+
+def _expected_vocabulary(recipe: Recipe, tokenizer: Tokenizer | None) -> int | None:
+    if not recipe.objective.reads_text:
+        return None
+    if tokenizer is not None:
+        return tokenizer.vocab_size
+    return getattr(recipe.data.tokenizer, "vocab_size", PROVISIONAL_VOCAB)
 
 
 def prepare(
@@ -68,7 +97,7 @@ def prepare(
         made(tokenizer)
     spec = model_spec(recipe, None if tokenizer is None else tokenizer.vocab_size)
     if tokenizer is not None:
-        check_vocabulary(spec, tokenizer)
+        check_vocabulary(spec, tokenizer.vocab_size)
         objective.check_vocabulary(spec, tokenizer)
     material = Material(
         recipe=recipe,
@@ -92,14 +121,14 @@ def recipe_source(data: DataRecipe) -> Source:
     return data.source if data.max_bytes is None else Limited(data.source, data.max_bytes)
 
 
-def check_vocabulary(spec: ModelSpec, tokenizer: Tokenizer) -> None:
-    """Refuse a vocabulary that the model has no room for."""
+def check_vocabulary(spec: ModelSpec, size: int) -> None:
+    """Refuse a vocabulary of ``size`` entries that the model has no room for."""
     for stack in spec.stacks.values():
         room = getattr(stack.embed, "vocab_size", None)
-        if room is not None and tokenizer.vocab_size > room:
+        if room is not None and size > room:
             raise UserError(
-                f"the tokenizer has {tokenizer.vocab_size} entries and the model {room}: "
-                f"set model.vocab_size to at least {tokenizer.vocab_size}, or data.tokenizer to a smaller one"
+                f"the tokenizer has {size} entries and the model {room}: set model.vocab_size to at least {size}, or "
+                f"data.tokenizer to a smaller one (data.tokenizer.vocab_size={room})"
             )
 
 

@@ -21,6 +21,7 @@ from phylon.model.passes import Lora
 from phylon.spec import Spec, UserError, did_you_mean, from_data, override, to_data
 from phylon.spec.errors import check_seed
 from phylon.spec.serial import SCHEMA, check_schema, parse_toml
+from phylon.train.idle import idle, making_way, paths, refuse_idle, without_idle
 from phylon.train.objectives import NextToken, Objective
 from phylon.train.optim import AdamW, Optimizer
 from phylon.train.schedule import Schedule, WarmupCosine
@@ -73,13 +74,16 @@ class TuneRecipe(Spec, frozen=True, kw_only=True):
 class RunRecipe(Spec, frozen=True, kw_only=True):
     """How long, how large, how often.
 
-    ``steps``: updates; with ``max_minutes`` the run measures its speed and takes as many of them as fit, so that the
-    schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below shrink with them.
+    ``steps``: updates, at most so many with ``max_minutes``, with which the run measures its speed and takes as many as
+    fit, so that the schedule still reaches its end; its warmup is then at most a tenth of them, and the counts below
+    shrink with them.
     ``batch_size``: rows of an update, computed in ``accumulate`` parts. ``precision``: "bf16" is autocast over fp32
     weights, "fp16" the same with a scaled loss (GPUs), "auto" is bf16 where the machine computes it in hardware.
     ``eval_every``, ``sample_every`` and ``save_every`` count steps (``None``: only at the end); ``eval_rows`` bounds
     the held-out rows of one evaluation. ``epochs``: passes over the data, which say how many ``steps`` there are, with
-    an evaluation after each unless ``eval_every`` says otherwise. ``best``: the metric of an evaluation ("accuracy",
+    an evaluation after each unless ``eval_every`` says otherwise; ``steps`` beside them are refused. On the command
+    line ``steps`` take the place of a recipe's ``epochs`` and ``max_minutes``, and ``epochs`` of its ``max_minutes``.
+    ``best``: the metric of an evaluation ("accuracy",
     "bleu", "loss", …) by which the best weights are what is kept as ``model/``. ``average``: ``model/`` is the mean of
     so many last checkpoints. ``keep``: checkpoints kept, besides the last good one and the best. ``watch_every``: steps
     between looks into the model ("watch" in the log). ``on_spike``: what to do when the loss jumps. ``ema``: the decay
@@ -119,11 +123,12 @@ class RunRecipe(Spec, frozen=True, kw_only=True):
         if self.best is not None and self.average is not None:
             raise UserError("run.best keeps the best weights and run.average the mean of the last; choose one")
         if self.epochs is not None and self.max_minutes is not None:
-            raise UserError("run.epochs says how long a run is, and so does run.max_minutes; choose one")
+            raise UserError(
+                f"run.epochs = {self.epochs} says how long a run is, and so does run.max_minutes = {self.max_minutes}; "
+                "choose one and set the other to none"
+            )
         if self.ema is not None and not 0 < self.ema < 1:
             raise UserError(f"ema is the decay of the mean, above 0 and below 1, for example 0.999; got {self.ema}")
-        if self.accumulate > self.batch_size:
-            raise UserError(f"accumulate {self.accumulate} is more parts than the batch has rows ({self.batch_size})")
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise UserError(f"max_minutes must be above 0, got {self.max_minutes}")
 
@@ -145,18 +150,28 @@ class Recipe(Spec, frozen=True, kw_only=True):
     run: RunRecipe = RunRecipe()
 
     def __post_init__(self) -> None:
+        run = self.run
+        if run.accumulate > run.batch_size and not self.objective.by_tokens:
+            raise UserError(
+                f"run.accumulate {run.accumulate} is more parts than the batch has rows (run.batch_size "
+                f"{run.batch_size}); lower it, or raise run.batch_size"
+            )
         forms = [form for form in MODEL_FORMS if form in self.model]
         if len(forms) != 1:
             raise UserError(f"[model] needs exactly one of {', '.join(MODEL_FORMS)}; got {', '.join(forms) or 'none'}")
         for path, number in _numbers(to_data(self), ""):
+            if isinstance(number, int):
+                if abs(number) >= 2**63:
+                    raise UserError(f"{path} must be below 2^63, got {number}")
+                continue
             # An infinite number has its uses in a model (a limit that is none), and nowhere else.
             if math.isnan(number) or (math.isinf(number) and not path.startswith("model.")):
                 raise UserError(f"{path} must be a finite number, got {number}")
 
 
-def _numbers(data: Any, path: str) -> Iterator[tuple[str, float]]:
-    """Every float in plain data, with its dotted path."""
-    if isinstance(data, float):
+def _numbers(data: Any, path: str) -> Iterator[tuple[str, int | float]]:
+    """Every number in plain data, with its dotted path."""
+    if isinstance(data, int | float):
         yield path, data
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
     for key, value in items:
@@ -169,10 +184,12 @@ def load_recipe(name: str | Path, overrides: Mapping[str, Any] | None = None) ->
     changes = dict(overrides or {})
     try:
         data = parse_toml(text)
-        table, start = data.get("model", {}), changes.get("model.from")
+        table, start, given = data.get("model", {}), changes.get("model.from"), paths(data)
         if isinstance(table, dict) and start is not None and not any(form in table for form in MODEL_FORMS):
             data["model"] = {**table, "from": start}
-        recipe = recipe_from_data(data)
+            given = [path for path in given if path != "data.tokenizer"]  # makes way for that of the model
+        recipe = _from_data(data)
+        refuse_idle(recipe, given)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     return apply_overrides(recipe, changes)
@@ -195,7 +212,16 @@ def recipe_from_toml(text: str) -> Recipe:
 
 
 def recipe_from_data(data: dict[str, Any]) -> Recipe:
-    """The recipe of plain data with ``schema``; the usual ``kind`` is filled in where a table names none."""
+    """The recipe of plain data with ``schema``; the usual ``kind`` is filled in where a table names none.
+
+    Two settings of which one says nothing beside the other are refused.
+    """
+    recipe = _from_data(data)
+    refuse_idle(recipe, paths(data))
+    return recipe
+
+
+def _from_data(data: dict[str, Any]) -> Recipe:
     check_schema(data)
     hints = typing.get_type_hints(Recipe)
     parts: dict[str, Any] = {}
@@ -218,12 +244,25 @@ def recipe_from_data(data: dict[str, Any]) -> Recipe:
 
 
 def recipe_to_toml(recipe: Recipe) -> str:
-    """The reverse of ``recipe_from_toml``."""
-    return tomli_w.dumps({"schema": SCHEMA, **to_data(recipe)})
+    """The reverse of ``recipe_from_toml``; what has no effect is left out."""
+    data = to_data(recipe)
+    for path in idle(recipe):
+        table, name = path.split(".")
+        data[table].pop(name, None)
+    return tomli_w.dumps({"schema": SCHEMA, **data})
 
 
 def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """``recipe`` with every dotted path set. Below ``model`` a new key is a builder's argument, checked there."""
+    """``recipe`` with what a user asks for: what it says otherwise makes way, and an override without effect is
+    refused with what takes its place."""
+    recipe = with_values(recipe, {**making_way(overrides), **overrides})
+    refuse_idle(recipe, [path for path, value in overrides.items() if value is not None])
+    return without_idle(recipe)
+
+
+def with_values(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
+    """``recipe`` with every dotted path set, in any order. Below ``model`` a new key is a builder's argument, checked
+    there."""
     model = dict(recipe.model)
     rest: dict[str, Any] = {}
     for path, value in overrides.items():
@@ -232,7 +271,23 @@ def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
             _set_model(model, inner, value)
         else:
             rest[path] = value
-    return override(recipe.replace(model=model), rest)
+    return _in_some_order(recipe.replace(model=model), rest)
+
+
+def _in_some_order(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
+    """Set every path; what is refused is tried again after the others, since values may only agree together."""
+    while changes:
+        refused: dict[str, Any] = {}
+        problem = None
+        for path, value in changes.items():
+            try:
+                recipe = override(recipe, {path: value})
+            except UserError as error:
+                refused[path], problem = value, problem or error
+        if problem is not None and len(refused) == len(changes):
+            raise problem
+        changes = refused
+    return recipe
 
 
 def _set_model(model: dict[str, Any], path: str, value: Any) -> None:

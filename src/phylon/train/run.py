@@ -21,9 +21,9 @@ from phylon.train.recipe import Recipe, apply_overrides, load_recipe, recipe_to_
 from phylon.train.report import write_report, write_text
 from phylon.train.resume import check_before
 from phylon.train.session import OtherData
-from phylon.train.sources import changed_files, note_files
+from phylon.train.sources import changed_files, check_files, note_files
 from phylon.train.trainer import Trainer
-from phylon.train.world import World, join_world, leave_world
+from phylon.train.world import PeerLost, World, join_world, leave_world, lost_peer
 
 
 @dataclass(kw_only=True)
@@ -80,6 +80,8 @@ def train(
         if last is not None:
             check_before(read_manifest(last), wanted, allow_changes)
         source = check(wanted, data if data is not None and not isinstance(data, str | Path) else None, device)
+        if last is not None and not allow_changes:
+            world.from_first(lambda: check_files(source, out))
         world.from_first(lambda: check_fits(wanted, source, device, world))
         watchers = tuple(callbacks) if world.first else ()
         trainer, prepared = _trainer(
@@ -90,13 +92,23 @@ def train(
             try:
                 trainer.resume(last, allow_changes=allow_changes)
             except OtherData as error:
-                raise UserError(f"{error}{changed_files(source, out)}") from None
+                raise OtherData(error.what, changed_files(source, out)) from None
+            if allow_changes:
+                world.from_first(lambda: note_files(source, out))
         if world.first:
             write_text(out / "recipe.toml", recipe_to_toml(wanted))
         state = trainer.run()
         model = trainer.whole_model()
         averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
         world.from_first(lambda: _write(trainer, model, averaged, wanted, out))
+    except UserError as error:
+        if not isinstance(error, PeerLost):
+            world.failed(error)  # before the others find this process gone
+        raise
+    except RuntimeError as error:
+        if world.size == 1 or not lost_peer(error):
+            raise
+        raise PeerLost("another process of this run is gone before it began to train; start all again") from None
     finally:
         lock.release()
         leave_world(world)

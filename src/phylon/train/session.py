@@ -46,7 +46,15 @@ from phylon.train.world import World
 
 
 class OtherData(UserError):
-    """The data are not those that a checkpoint was made on."""
+    """The data are not those that a checkpoint was made on. ``what`` says which; ``files``: the ones that changed."""
+
+    def __init__(self, what: str, files: str = "") -> None:
+        super().__init__(f"{what}{files}: put them back, or resume with --allow-changes to go on with what is there")
+        self.what = what
+
+
+# What a loader's position says of the data themselves; the rest is the order.
+OF_THE_DATA = ("data", "n_rows", "n_examples")
 
 
 class Session:
@@ -80,8 +88,6 @@ class Session:
         self.precision = resolve_precision(run.precision, self.device)
         if run.best is not None and held_out is None:
             raise UserError(f"run.best = '{run.best}' needs held-out data to compare weights on; set data.held_out")
-        if world.size > 1 and self.objective.whole_batch:
-            raise UserError("this objective needs its batch whole, and several processes would share it; start one")
         native.refresh()
         self.environment = environment(self.device, self.precision, world)
         self.out = Path(out_dir)
@@ -108,6 +114,8 @@ class Session:
         self.held_out_metrics: dict[str, float] = {}
         self.samples: list[str] = []
         self._improved = False
+        self._reason: str | None = None  # why the last skipped step was
+        self._fix = "look at the data"
         self._last: dict[str, int] = {}
         self._saved: Path | None = None
         self._looks = False  # whether those of this step are still to come
@@ -129,6 +137,7 @@ class Session:
         manifest = found.manifest
         self._machine_as_before(manifest.environment)
         changed = check_continuation(manifest, self.recipe, self.environment, allow_changes)
+        changed += self._data_changes(manifest, allow_changes)
         self._check_fit(found, allow_changes)
         changed += self._held_out_changes(manifest, allow_changes)
         self._restore(found)
@@ -157,7 +166,7 @@ class Session:
             whole |= self.parallel.whole(self.ema.means)
         model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
         model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
-        model.labels, model.kept = mine.labels, mine.kept
+        model.labels, model.kept, model.unread = mine.labels, mine.kept, mine.unread
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
@@ -209,10 +218,7 @@ class Session:
     def _check_fit(self, found: Checkpoint, allow_changes: bool) -> None:
         """Refuse a checkpoint that this model, optimizer and order of the data cannot go on from."""
         try:
-            self.loader.load_state_dict(found.manifest.data)
-        except UserError as error:
-            raise OtherData(str(error)) from None
-        try:
+            self.loader.load_state_dict(self._position(found.manifest))
             check_model_tensors(self.model, found.model)
             self.optimizer.check_state_tensors(self.parallel.own(found.optimizer))
             if self.ema is not None and found.ema:
@@ -221,6 +227,20 @@ class Session:
             if not allow_changes:
                 raise
             raise UserError(f"{error}: --allow-changes cannot change that on the way, it takes a new run") from None
+
+    def _data_changes(self, manifest: Manifest, allow_changes: bool) -> list[str]:
+        """What to say of training data that are not those of the checkpoint; they have an order all the same."""
+        now = self.loader.state_dict()
+        if all(manifest.data.get(name) == now.get(name) for name in OF_THE_DATA):
+            return []
+        if not allow_changes:
+            raise OtherData("the training data are not those of this run")
+        return ["the training data have changed"]
+
+    def _position(self, manifest: Manifest) -> dict[str, Any]:
+        """Where a checkpoint is in the data that there are now."""
+        now = self.loader.state_dict()
+        return manifest.data | {name: now[name] for name in OF_THE_DATA if name in now}
 
     def _held_out(self) -> str:
         """A hash of the held-out examples."""
@@ -235,15 +255,12 @@ class Session:
         if rows[0] != rows[1] or self._held_out() == manifest.held_out:
             return []
         if not allow_changes:
-            raise OtherData(
-                "the held-out data are not those of this run, so its evaluations could not be compared; put them back, "
-                "or resume with --allow-changes"
-            )
+            raise OtherData("the held-out data are not those of this run, so its evaluations could not be compared")
         return ["the held-out data have changed"]
 
     def _restore(self, found: Checkpoint) -> None:
         """Weights, moments, mean, random states, data position and counters of a checkpoint."""
-        self.loader.load_state_dict(found.manifest.data)
+        self.loader.load_state_dict(self._position(found.manifest))
         self.parallel.load_model(found.model)
         self.optimizer.load_state_tensors(self.parallel.own(found.optimizer))
         if self.ema is not None and found.ema:

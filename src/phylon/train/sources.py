@@ -7,6 +7,7 @@ import msgspec
 from phylon.data import Source
 from phylon.data.documents import file_sums
 from phylon.train.report import write_text
+from phylon.train.session import OtherData
 
 NAME = ".sources.json"
 MOST_NAMED = 3
@@ -18,7 +19,7 @@ def note_files(source: Source, out: Path) -> None:
 
 
 def changed_files(source: Source, out: Path) -> str:
-    """What to add to a message that the data are others: the files that are, as far as that is known."""
+    """What to add to a message that the data are others: ``" (changed: 'a.txt'; gone: 'b.txt')"``, as far as known."""
     try:
         before = msgspec.json.decode((out / NAME).read_bytes(), type=dict[str, str])
     except (OSError, msgspec.DecodeError):
@@ -29,7 +30,14 @@ def changed_files(source: Source, out: Path) -> str:
         "new": [name for name in now if name not in before],
         "gone": [name for name in before if name not in now],
     }
-    return "".join(f"; {word}: {_listed(names)}" for word, names in groups.items() if names)
+    found = "; ".join(f"{word}: {_listed(names)}" for word, names in groups.items() if names)
+    return f" ({found})" if found else ""
+
+
+def check_files(source: Source, out: Path) -> None:
+    """Refuse files that are not those of the run, before anything is computed from them."""
+    if files := changed_files(source, out):
+        raise OtherData("the data are not those of this run", files)
 
 
 def _listed(names: list[str]) -> str:

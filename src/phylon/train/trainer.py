@@ -9,6 +9,7 @@ import torch
 
 from phylon.ops import native
 from phylon.spec.errors import UserError, system_reason
+from phylon.train.budget import FIRST_PLAN
 from phylon.train.ceiling import ceiling_flops
 from phylon.train.checkpoint import (
     RunState,
@@ -25,7 +26,7 @@ from phylon.train.rng import random_state_kept
 from phylon.train.signals import Interrupted, StopRequest, stop_on_signals
 from phylon.train.spikes import RollBack
 from phylon.train.threads import faster_threads
-from phylon.train.world import lost_peer
+from phylon.train.world import PeerLost, lost_peer
 
 MAX_SKIPPED_IN_ROW = 10
 
@@ -41,6 +42,8 @@ class Trainer(Looks):
     def run(self) -> RunState:
         """Train to the end (or to the end of the time). Raises Interrupted, with everything saved, after a signal."""
         state = self.state
+        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:  # what ended it then may have been mended
+            state.skipped_in_row = 0
         self._held_out()  # read now, so that saving depends on no data
         self._base, self._start = state.seconds, time.perf_counter()
         # The kernels of this run: one that is made while it goes would move its bits.
@@ -61,7 +64,7 @@ class Trainer(Looks):
                 raise
             last = latest_checkpoint(self.checkpoints)
             kept = "there is no checkpoint yet" if last is None else f"the last good state is {last}"
-            raise UserError(f"another process of this run is gone: {kept}; start all again with --resume") from None
+            raise PeerLost(f"another process of this run is gone: {kept}; start all again with --resume") from None
         finally:
             for callback in self.callbacks:
                 callback.ended(self.state)
@@ -79,8 +82,10 @@ class Trainer(Looks):
         over = self._out_of_time()
         while self.state.step < self.state.total and not over:
             if self._step():
+                self._check_going()
                 over = self._periodic(stop)
         self._finish()
+        self._check_learned()
         self._keep()
         self._log({"kind": "end", "step": self.state.step, "seconds": self._elapsed()})
 
@@ -104,7 +109,7 @@ class Trainer(Looks):
         found = self.gradients.of(batch, state.loss_scale, self.watcher.saved if watching else nullcontext)
         self.loss = found.loss
         lr, seen = self.recipe.optim.lr * self._ratio(), {}
-        if self._refused(found):
+        if self._refused(found) or self._nothing_to_learn(found, batch):
             pass
         elif (score := self._spike(found.loss)) is not None:
             if self._roll_back(score):
@@ -201,11 +206,24 @@ class Trainer(Looks):
         if scale is not None and names and math.isfinite(found.loss) and scale.value > 1:
             scale.overflowed()  # the scale was too high, which says nothing against the batch
             self.optimizer.drop()
+            state.idle += 1
+            self._reason = f"the scaled gradient of {names[0]} is too large for fp16"
             self._log({"kind": "skipped", "step": state.step, "tensors": [], "loss_scale": scale.value})
             return True
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         what = f"the gradient of {shown}" if names else "the loss"
         self._skip(f"{what} is not finite", {"tensors": list(names)})
+        return True
+
+    def _nothing_to_learn(self, found: Found, batch: Batch) -> bool:
+        """Leave out an update that would only decay the weights: no target in the batch, or all of them of weight 0."""
+        if found.loss:
+            return False
+        auxiliary = self.objective.auxiliary()
+        if any(count for name, count in self.objective.counts(batch).items() if name not in auxiliary):
+            return False
+        self._skip("its batch has nothing to learn (no target, or weights of 0 alone)", {"tensors": []})
+        self._fix = "look at the data"
         return True
 
     def _spike(self, loss: float) -> float | None:
@@ -217,14 +235,45 @@ class Trainer(Looks):
         state = self.state
         self.optimizer.drop()
         state.skipped += 1
+        state.idle += 1
         state.skipped_in_row += 1
         self._log({"kind": "skipped", "step": state.step, **record})
         self._say(f"step {state.step} skipped: {reason}")
-        if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:
-            raise UserError(
-                f"{MAX_SKIPPED_IN_ROW} steps in a row were skipped, the last because {reason}; "
-                f"lower optim.lr, or look at the data of step {state.step}"
-            )
+        self._reason, self._fix = reason, "lower optim.lr, or look at the data"
+
+    def _check_going(self) -> None:
+        """End a run that does not get on, with the weights of its last good step saved."""
+        state = self.state
+        if state.skipped_in_row < MAX_SKIPPED_IN_ROW:
+            return
+        raise UserError(
+            f"{state.skipped_in_row} steps in a row were skipped, the last because {self._reason}: {self._fix} of step "
+            f"{state.step - 1}; {self._kept()}"
+        )
+
+    def _check_learned(self) -> None:
+        """Say of a run that changed no weight, or skipped the last half of its steps, that nothing came of it."""
+        state = self.state
+        if state.step and state.idle >= state.step:
+            what = f"nothing was learned: all {state.step} steps of the run were skipped"
+        elif state.step and 2 * state.skipped_in_row >= state.step:
+            what = f"the last {state.skipped_in_row} of {state.step} steps were skipped"
+        else:
+            return
+        why = self._reason or "of what the log says of it"
+        raise UserError(f"{what}, the last because {why}: {self._fix}; {self._kept()}")
+
+    def _kept(self) -> str:
+        """Save the weights if they are whole; where the good ones are."""
+        (bad,) = self.world.most([float(not self.parallel.finite())])
+        if not bad:
+            if self._last.get("save") != self.state.step:
+                self._save()
+            return f"the weights, which no skipped step has changed, are saved in {self._saved}"
+        good = self.world.from_first(lambda: last_good(self.checkpoints, self.state.step))
+        return "the weights are no longer finite, and " + (
+            "no good checkpoint is left: begin again" if good is None else f"the last good state is {good}"
+        )
 
     def _roll_back(self, score: float) -> bool:
         """Back to a good checkpoint, past the data since; false (and the batch skipped) where the policy skips."""
@@ -292,10 +341,15 @@ class Trainer(Looks):
         return bool(over)
 
     def _plan(self) -> None:
-        budget, state = self.budget, self.state
+        budget, state, first = self.budget, self.state, self.state.replan == FIRST_PLAN
         assert budget is not None
         state.total, state.replan = self.world.from_first(lambda: budget.plan(state.step, self._elapsed()))
         self._log({"kind": "plan", "step": state.step, "total": state.total})
+        if first and budget.room > 1.1 * budget.most:
+            self._say(
+                f"run.steps = {budget.most:,} ends this run before its run.max_minutes = "
+                f"{self.recipe.run.max_minutes:g} are over: there is time for about {budget.room:,} steps"
+            )
 
     def _finish(self) -> None:
         """The last checkpoint, and then what is to be seen of it."""

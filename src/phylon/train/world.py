@@ -1,8 +1,11 @@
 """The processes of a run: who is first, what they agree on. Started by ``torchrun``, which sets the environment."""
 
+import hashlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +16,10 @@ from phylon.spec.errors import UserError
 T = TypeVar("T")
 # How the back ends say that a peer has died.
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl", "gloo", "socket")
+
+
+class PeerLost(UserError):
+    """Another process is gone; where it has said why, nothing more is to be said."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,11 @@ class World:
     def first(self) -> bool:
         """Whether this process writes files and speaks."""
         return self.rank == 0
+
+    def failed(self, error: UserError) -> None:
+        """Note that this process ends with ``error``, and whether another one has said the same."""
+        if self.size > 1:
+            error.said_elsewhere = said_elsewhere(str(error))  # type: ignore[attr-defined]
 
     def sum(self, values: list[float]) -> list[float]:
         """The sum over all processes of each number, in fp64."""
@@ -59,7 +71,7 @@ class World:
         if error is not None:
             raise error
         if made[1] is not None:
-            raise UserError(f"process 0: {made[1]}")
+            raise UserError(made[1])
         return made[0]
 
     def one_after_the_other(self, make: Callable[[bool], T]) -> T:
@@ -92,6 +104,8 @@ def join_world(device: str) -> tuple[World, str]:
         device = f"cuda:{local}"
     elif device == "auto":
         device = "cpu"
+    if rank:
+        logging.getLogger("phylon.data").setLevel(logging.ERROR)  # the first one names what is passed over
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
     return World(rank, size, local), device
@@ -108,3 +122,27 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, UserError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
+
+
+_STORE_WAIT = timedelta(seconds=5)
+
+
+def said_elsewhere(line: str, *, lost: bool = False) -> bool:
+    """Whether another process of this start has said ``line`` before; if not, it counts as said by this one.
+
+    What one process says, and what all of them find, is told once. ``lost``: ``line`` only says that a process is gone,
+    so that anything said elsewhere is enough. The processes know of each other by the store of their launcher, which
+    is there before they meet and after they have parted; without one, each says what it has to say.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    start = f"phylon/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_WAIT)
+        if lost and store.add(start, 0):
+            return True
+        store.add(start, 1)
+        return store.add(f"{start}/{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}", 1) > 1
+    except (KeyError, ValueError, RuntimeError):
+        return False

@@ -14,15 +14,16 @@ namespace {
 
 inline int64_t block_tiles(const Call& c) { return std::max<int64_t>(1, 512 / up(std::max(c.E, c.Ev), 16)); }
 
-// Scores and gradients of weights become weights and gradients of scores, in place.
+// Scores, times `unit`, and gradients of weights become weights and gradients of scores, in place.
 template <bool CAPPED>
-inline void differentiate(float* s, float* dp, int64_t rows, int64_t N, const float* L, const float* D, float per_cap) {
+inline void differentiate(float* s, float* dp, int64_t rows, int64_t N, float unit, const float* L, const float* D,
+                          float per_cap) {
     for (int64_t n = 0; n < N; ++n) {
         Vec lse = load(L + n * W), delta = load(D + n * W);
         for (int64_t r = 0; r < rows; ++r) {
             float *at = s + r * TILE + n * W, *d = dp + r * TILE + n * W;
             Vec score = load(at);
-            Vec p = exp2_of(score - lse);
+            Vec p = exp2_of(score * unit - lse);
             Vec ds = p * (load(d) - delta);
             if constexpr (CAPPED) {
                 Vec t = larger(score * per_cap, all(-1.0f));  // tanh; a hidden score is -infinity
@@ -34,23 +35,28 @@ inline void differentiate(float* s, float* dp, int64_t rows, int64_t N, const fl
     }
 }
 
-template <class T>
+template <class P>
 class Backward {
   public:
     Backward(const Call& c, const Maps& maps, int64_t slots, bool whole)
-        : c_(c), maps_(maps), group_(c.H / c.K), wide_(up(c.E, W)), wide_v_(up(c.Ev, W)), keys_(c, slots), scores_(c) {
+        : c_(c),
+          maps_(maps),
+          group_(c.H / c.K),
+          wide_(up(c.E, P::PAD)),
+          wide_v_(up(c.Ev, P::PAD)),
+          products_(c, slots, true),
+          scores_(c) {
         Arena& memory = arena();
         int64_t tile = TILE * TILE, q = TILE * wide_, v = TILE * wide_v_;
         int64_t kept = whole ? c.query_tiles() : 1, sums = whole && group_ > 1 ? c.key_tiles_count() : slots;
         int64_t bias = c.d_bias ? c.bias_size + TILE : 0;
-        memory.reserve((3 + kept) * q + 2 * v + 3 * tile + sums * (q + v) + bias + Keys<T>::floats(c, slots) +
-                       Scores::floats(c) + 1024);
-        q_rows_ = memory.take(q), q_ = memory.take(q), room_ = memory.take(q), dq_ = memory.take(kept * q);
-        do_rows_ = memory.take(v), do_ = memory.take(v);
+        memory.reserve((1 + kept) * q + 3 * tile + sums * (q + v) + bias + products_.floats() + Scores::floats(c) +
+                       1024);
+        room_ = memory.take(q), dq_ = memory.take(kept * q);
         s_ = memory.take(tile), dp_ = memory.take(tile), f_ = c.dropout > 0 ? memory.take(tile) : nullptr;
         dk_ = memory.take(sums * q), dv_ = memory.take(sums * v);
         d_bias_ = c.d_bias ? memory.take(bias) : nullptr;
-        keys_.take(memory);
+        products_.take(memory);
         scores_.take(memory);
     }
 
@@ -102,9 +108,11 @@ class Backward {
     }
 
   private:
+    using Element = typename P::Element;
+
     const Map& select(int64_t b, int64_t h) {
         int64_t index = maps_.index(b, h);
-        keys_.select(b, h / group_, index, maps_[index]);
+        products_.select(b, h / group_, index, maps_[index]);
         scores_.select(b, h);
         if (d_bias_) std::fill_n(d_bias_, c_.bias_size + TILE, 0.0f);
         return maps_[index];
@@ -119,9 +127,9 @@ class Backward {
     }
 
     void load_queries(int64_t b, int64_t h, int64_t i) {
-        int64_t queries = c_.queries_in(i), padded = up(queries, W), at = (b * c_.H + h) * c_.T + i * TILE;
+        int64_t queries = c_.queries_in(i), at = (b * c_.H + h) * c_.T + i * TILE;
         uint64_t seeing = 0;
-        std::fill_n(L_, TILE, 0.0f);
+        std::fill_n(L_, TILE, INF);  // no weight
         std::fill_n(D_, TILE, 0.0f);
         for (int64_t q = 0; q < queries; ++q) {
             L_[q] = c_.lse[at + q];
@@ -129,45 +137,34 @@ class Backward {
             D_[q] = c_.delta[at + q];
             seeing |= 1ull << q;
         }
-        read_rows(c_.q.at<T>(b, i * TILE, h), c_.q.token, queries, c_.E, q_rows_, wide_, seeing);
-        memset(q_rows_ + queries * wide_, 0, (padded - queries) * wide_ * sizeof(float));
-        transpose(q_rows_, wide_, padded, wide_, q_, TILE, c_.score_factor());
-        read_rows(c_.d_o.at<T>(b, i * TILE, h), c_.d_o.token, queries, c_.Ev, do_rows_, wide_v_, seeing);
-        memset(do_rows_ + queries * wide_v_, 0, (padded - queries) * wide_v_ * sizeof(float));
-        transpose(do_rows_, wide_v_, padded, wide_v_, do_, TILE, 1.0f);
+        products_.load_queries(b, h, i, seeing);
+        products_.load_gradients(b, h, i, seeing);
     }
 
     // One tile of scores: what it adds to dK, dV (tile `kept.key - base` of the sums) and to dQ.
     template <bool KEYS, bool QUERIES>
     void pair(int64_t i, Kept kept, int64_t base, float* dq, bool first) {
-        int64_t j = kept.key, keys = c_.keys_in(j), queries = c_.queries_in(i), N = (queries + W - 1) / W;
-        int64_t slot = keys_.hold(j);
-        const float *k = keys_.k(slot), *v = keys_.v(slot);
+        int64_t j = kept.key, keys = c_.keys_in(j), queries = c_.queries_in(i), N = up(queries, P::PAD) / W;
+        int64_t slot = products_.hold(j);
         uint64_t room[TILE];
-        product<ZERO>(keys, N, c_.E, k, c_.E, 1, q_, TILE, s_, TILE);
+        products_.scores(slot, keys, N, s_);
         scores_.finish(s_, i, j, N, maps_.words(i, kept, room));
-        product<ZERO>(keys, N, c_.Ev, v, c_.Ev, 1, do_, TILE, dp_, TILE);
+        products_.weight_gradients(slot, keys, N, dp_);
         if (f_) {
             scores_.keep_factors(f_, i, j, N);
             multiply(dp_, f_, keys, N);
         }
         if (c_.softcap > 0)
-            differentiate<true>(s_, dp_, keys, N, L_, D_, float(1 / (c_.softcap * LOG2E)));
+            differentiate<true>(s_, dp_, keys, N, products_.unit(), L_, D_, float(1 / (c_.softcap * LOG2E)));
         else
-            differentiate<false>(s_, dp_, keys, N, L_, D_, 0);
+            differentiate<false>(s_, dp_, keys, N, products_.unit(), L_, D_, 0);
         if (f_) multiply(s_, f_, keys, N);
         if constexpr (KEYS) {
-            float *dk = dk_ + (j - base) * TILE * wide_, *dv = dv_ + (j - base) * TILE * wide_v_;
-            product<ADD>(keys, wide_v_ / W, queries, s_, TILE, 1, do_rows_, wide_v_, dv, wide_v_);
-            product<ADD>(keys, wide_ / W, queries, dp_, TILE, 1, q_rows_, wide_, dk, wide_);
+            products_.add_values(keys, queries, s_, dv_ + (j - base) * TILE * wide_v_);
+            products_.add_keys(keys, queries, dp_, dk_ + (j - base) * TILE * wide_);
             if (d_bias_) scores_.add_bias_gradient(dp_, i, j, N, d_bias_);
         }
-        if constexpr (QUERIES) {
-            if (first)
-                product<ZERO>(c_.E, N, keys, k, 1, c_.E, dp_, TILE, dq, TILE);
-            else
-                product<ADD>(c_.E, N, keys, k, 1, c_.E, dp_, TILE, dq, TILE);
-        }
+        if constexpr (QUERIES) products_.add_queries(slot, keys, N, dp_, first, dq);
     }
 
     void clear(int64_t first, int64_t last) {
@@ -178,8 +175,8 @@ class Backward {
     void write_keys(int64_t b, int64_t head, int64_t first, int64_t last, int64_t base) {
         for (int64_t j = first; j < last; ++j) {
             float *dk = dk_ + (j - base) * TILE * wide_, *dv = dv_ + (j - base) * TILE * wide_v_;
-            write_rows(dk, wide_, float(c_.scale), c_.keys_in(j), c_.E, c_.dk.at<T>(b, j * TILE, head), c_.dk.token);
-            write_rows(dv, wide_v_, 1.0f, c_.keys_in(j), c_.Ev, c_.dv.at<T>(b, j * TILE, head), c_.dv.token);
+            write_rows(dk, wide_, float(c_.scale), c_.keys_in(j), c_.E, c_.dk.template at<Element>(b, j * TILE, head), c_.dk.token);
+            write_rows(dv, wide_v_, 1.0f, c_.keys_in(j), c_.Ev, c_.dv.template at<Element>(b, j * TILE, head), c_.dv.token);
         }
     }
 
@@ -188,16 +185,16 @@ class Backward {
         if (nothing)
             memset(room_, 0, TILE * wide_ * sizeof(float));
         else
-            transpose(dq, TILE, wide_, up(queries, W), room_, wide_, 1.0f);
-        write_rows(room_, wide_, float(c_.scale), queries, c_.E, c_.dq.at<T>(b, i * TILE, h), c_.dq.token);
+            transpose(dq, TILE, wide_, up(queries, P::PAD), room_, wide_, 1.0f);
+        write_rows(room_, wide_, float(c_.scale), queries, c_.E, c_.dq.template at<Element>(b, i * TILE, h), c_.dq.token);
     }
 
     const Call& c_;
     const Maps& maps_;
     int64_t group_, wide_, wide_v_;
-    Keys<T> keys_;
+    P products_;
     Scores scores_;
-    float *q_rows_, *q_, *room_, *dq_, *do_rows_, *do_, *s_, *dp_, *f_, *dk_, *dv_, *d_bias_;
+    float *room_, *dq_, *s_, *dp_, *f_, *dk_, *dv_, *d_bias_;
     float L_[TILE], D_[TILE];
 };
 
@@ -227,16 +224,16 @@ void prepare(const Call& c) {
     }
 }
 
-template <class T>
+template <class P>
 void backward(const Call& c) {
     Maps maps(c);
-    prepare<T>(c);
+    prepare<typename P::Element>(c);
     int64_t units = c.B * c.K, rounds = (units + c.threads - 1) / c.threads;
     // Two passes cost 7/5 of one, but leave no thread idle. The gradient of the bias is one sum, hence one thread's.
     if (c.d_bias || 5 * rounds * c.threads <= 7 * units) {
 #pragma omp parallel num_threads(c.threads)
         {
-            Backward<T> mine(c, maps, block_tiles(c), true);
+            Backward<P> mine(c, maps, block_tiles(c), true);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t u = 0; u < units; ++u) mine.whole(u / c.K, u % c.K);
         }
@@ -246,14 +243,14 @@ void backward(const Call& c) {
 #pragma omp parallel num_threads(c.threads)
     {
         {
-            Backward<T> mine(c, maps, tiles, false);
+            Backward<P> mine(c, maps, tiles, false);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t p = 0; p < units * blocks; ++p) {
                 int64_t u = p / blocks, first = p % blocks * tiles;
                 mine.key_block(u / c.K, u % c.K, first, std::min(first + tiles, c.key_tiles_count()));
             }
         }
-        Backward<T> mine(c, maps, slots, false);
+        Backward<P> mine(c, maps, slots, false);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t p = 0; p < c.B * c.H * c.query_tiles(); ++p)
             mine.query_tile(p / c.query_tiles() / c.H, p / c.query_tiles() % c.H, p % c.query_tiles());

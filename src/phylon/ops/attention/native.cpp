@@ -1,9 +1,20 @@
 // Attention on CPUs: the C interface. Everything is described in tile.h (arithmetic), layout.h (what a call is), scores.h,
-// forward.h and backward.h.
+// widened.h and paired.h (products in f32, and in bf16 on AMX), forward.h and backward.h.
+//
+// PHYLON_AMX compiles the products in bf16 for AMX, PHYLON_AMX_EMULATED for any processor.
 #include "backward.h"
 #include "few.h"
+#if defined(PHYLON_AMX) || defined(PHYLON_AMX_EMULATED)
+#include "paired.h"
+#endif
 
 namespace {
+
+#if defined(PHYLON_AMX) || defined(PHYLON_AMX_EMULATED)
+using Low = Paired;
+#else
+using Low = Widened<bf16>;
+#endif
 
 // The call with no more threads than it has work for: waking a thread takes as long as this many products.
 Call crewed(const Call& call) {
@@ -19,7 +30,7 @@ extern "C" {
 
 // Output and log-sum-exp. `dtype` 0: float, 1: bfloat16.
 void attention_forward(const Call* call, int64_t dtype) {
-    dtype == 0 ? forward<float>(crewed(*call)) : forward<bf16>(crewed(*call));
+    dtype == 0 ? forward<Widened<float>>(crewed(*call)) : forward<Low>(crewed(*call));
 }
 
 // The output alone, for few queries and heads that share a key head; without dropout.
@@ -29,6 +40,6 @@ void attention_few(const Call* call, int64_t dtype) {
 
 // All gradients, from the output and the log-sum-exp of the forward pass.
 void attention_backward(const Call* call, int64_t dtype) {
-    dtype == 0 ? backward<float>(crewed(*call)) : backward<bf16>(crewed(*call));
+    dtype == 0 ? backward<Widened<float>>(crewed(*call)) : backward<Low>(crewed(*call));
 }
 }

@@ -1,8 +1,8 @@
 """Attention in C++ for CPUs: tiles in registers and caches, both directions, f32 and bf16, any pattern as a tile plan.
 
 FlashAttention-2 (arXiv:2307.08691): no T x S tensor, the backward pass recomputes from the saved log-sum-exp. The
-sources are the ``.h`` files beside this one, ``native.cpp`` is the interface. bf16 is computed in f32 and rounded when
-it is stored.
+sources are the ``.h`` files beside this one, ``native.cpp`` is the interface. bf16 is multiplied on AMX where the
+machine has it, else in f32; sums are in f32 and rounded when they are stored.
 """
 
 import ctypes
@@ -19,6 +19,7 @@ from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.native_check import check
 from phylon.ops.attention.plan import TilePlan, tile_plan
 from phylon.ops.native import Library
+from phylon.ops.native.amx import AMX, EMULATED, PLAIN
 from phylon.patterns import Causal, Full, Pattern, SymmetricWindow, Window
 from phylon.spec.errors import UserError
 
@@ -36,8 +37,21 @@ class Native:
 
     name = "native"
 
+    def __init__(self, library: Library | None = None) -> None:
+        self._own = library
+
+    @property
+    def library(self) -> Library:
+        return self._own or LIBRARY
+
     def available(self) -> str | None:
-        return LIBRARY.reason()
+        return self.library.reason()
+
+    def note(self) -> str:
+        """What bf16 is multiplied on."""
+        form = self.library.form
+        why = f" (AMX: {self.library.against(AMX)})" if form == PLAIN else ""
+        return f"bf16 products: {form.name}{why}"
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.tap is not None:
@@ -58,11 +72,11 @@ class Native:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
         sink = None if call.sink is None else call.sink.float().contiguous()
         if _is_few(call):
-            return _few(q, k, v, sink, call)
+            return _few(self.library, q, k, v, sink, call)
         bias, setting = _setting(call)
         if torch.is_grad_enabled() and _learns(q, k, v, sink, bias):
-            return _Attention.apply(q, k, v, sink, bias, setting)
-        return _forward(q, k, v, sink, bias, setting)[0]
+            return _Attention.apply(self.library, q, k, v, sink, bias, setting)
+        return _forward(self.library, q, k, v, sink, bias, setting)[0]
 
 
 class _Setting(NamedTuple):
@@ -85,11 +99,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bias: Tensor | None, setting: _Setting
+        ctx: Any,
+        library: Library,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        bias: Tensor | None,
+        setting: _Setting,
     ) -> Tensor:
-        out, lse = _forward(q, k, v, sink, bias, setting)
+        out, lse = _forward(library, q, k, v, sink, bias, setting)
         ctx.save_for_backward(q, k, v, sink, bias, out, lse)
-        ctx.setting = setting
+        ctx.library, ctx.setting = library, setting
         return out
 
     @staticmethod
@@ -99,29 +120,35 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
         dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-        d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[3] else None
-        d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[4] else None
+        d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[4] else None
+        d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[5] else None
         gradients = (
             *(*_view(d_out), *_view(dq), *_view(dk), *_view(dv)),
             *(delta.data_ptr(), _address(sink), _address(d_sink), _address(bias), _address(d_bias)),
         )
         packed = _pack(q, k, v, out, lse, gradients, bias, ctx.setting)
-        LIBRARY.attention_backward(packed, _DTYPES[q.dtype])
+        ctx.library.attention_backward(packed, _DTYPES[q.dtype])
         sums = (None if x is None else x.sum(0) for x in (d_sink, d_bias))
-        return dq, dk, dv, *sums, None
+        return None, dq, dk, dv, *sums, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bias: Tensor | None, setting: _Setting
+    library: Library,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    bias: Tensor | None,
+    setting: _Setting,
 ) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     out, lse = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype), torch.empty((b, h, t), dtype=torch.float32)
     gradients = (*_NONE * 17, _address(sink), 0, _address(bias), 0)
-    LIBRARY.attention_forward(_pack(q, k, v, out, lse, gradients, bias, setting), _DTYPES[q.dtype])
+    library.attention_forward(_pack(q, k, v, out, lse, gradients, bias, setting), _DTYPES[q.dtype])
     return out, lse
 
 
-def _few(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall) -> Tensor:
+def _few(library: Library, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall) -> Tensor:
     """A few queries without a gradient: masks and biases of all pairs are small."""
     b, t, h, _ = q.shape
     out = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype)
@@ -137,7 +164,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCa
         dense = (*_rows(mask), *_rows(scores))
     setting = _Setting(call.factor, call.softcap or 0.0, 0.0, 0, torch.get_num_threads(), band or (-_FAR, _FAR))
     gradients = (*_NONE * 17, _address(sink), 0, 0, 0)
-    LIBRARY.attention_few(_pack(q, k, v, out, None, gradients, None, setting, dense), _DTYPES[q.dtype])
+    library.attention_few(_pack(q, k, v, out, None, gradients, None, setting, dense), _DTYPES[q.dtype])
     return out
 
 
@@ -239,11 +266,22 @@ def _checked() -> str | None:
     return check(Native())
 
 
-_SOURCES = ("native.cpp", "backward.h", "few.h", "forward.h", "scores.h", "layout.h", "tile.h")
+_NAMES = (
+    "native.cpp",
+    "backward.h",
+    "few.h",
+    "forward.h",
+    "widened.h",
+    "paired.h",
+    "amx.h",
+    "scores.h",
+    "layout.h",
+    "tile.h",
+)
+_SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _CALL = [ctypes.c_char_p, ctypes.c_int64]
 _FUNCTIONS: dict[str, Sequence[Any]] = dict.fromkeys(
     ("attention_forward", "attention_backward", "attention_few"), _CALL
 )
-LIBRARY = Library(
-    "phylon.ops.attention.native", [Path(__file__).with_name(name) for name in _SOURCES], _FUNCTIONS, _checked
-)
+LIBRARY = Library("phylon.ops.attention.native", _SOURCES, _FUNCTIONS, _checked, forms=(EMULATED, AMX, PLAIN))
+"""C++ kernels: compiled by the machine's own compiler, beside the run, and used once they are checked."""

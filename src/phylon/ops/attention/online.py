@@ -198,7 +198,7 @@ class _Work:
         return torch.bmm(a, b, out=out)
 
     def seen(self, unit: _Unit, x: Tensor) -> tuple[Tensor, ...]:
-        """The tiles of a unit's keys or values, (N, keys, E) in at least fp32; what nobody sees, NaN included, is zero instead."""
+        """The tiles of a unit's keys or values, (N, keys, E) in at least fp32; what nobody sees, NaN too, is zero."""
         own, unseen = unit.keys(x), self.plan.unseen
         if unseen is not None:
             heads = unit.heads if self.plan.heads > 1 else slice(0, 1)
@@ -269,7 +269,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
 
 
 def _powers(scores: Tensor, shift: Tensor) -> Tensor:
-    """``exp(scores) / 2^shift`` in place. MKL's ``exp`` takes 200 times as long where it underflows, ``exp2`` does not."""
+    """``exp(scores) / 2^shift`` in place; where it underflows, MKL's ``exp`` takes 200 times as long, ``exp2`` not."""
     return torch.add(-shift, scores, alpha=_LOG2_E, out=scores).exp2_()
 
 

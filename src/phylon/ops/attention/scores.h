@@ -1,5 +1,4 @@
-// What happens to a tile of scores between the products: bias, cap, mask, dropout; and the packed keys that all of it
-// reads.
+// What happens to a tile of scores between the products: bias, cap, mask, dropout.
 #pragma once
 
 #include "layout.h"
@@ -9,48 +8,6 @@ namespace {
 // The lanes 1, 2, 4, ... that a mask's bits are compared with.
 alignas(64) constexpr int32_t LANE_BITS[16] = {1 << 0, 1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
                                                1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
-
-// The keys and values of one (batch row, key head) as contiguous float tiles, packed when first asked for. A ring of
-// `slots` tiles: as many as one query tile can reach.
-template <class T>
-class Keys {
-  public:
-    Keys(const Call& c, int64_t slots) : c_(c), slots_(slots), held_(slots, -1) {}
-    static int64_t floats(const Call& c, int64_t slots) { return slots * (up(TILE * c.E, 16) + up(TILE * c.Ev, 16)); }
-
-    void take(Arena& memory) {
-        k_ = memory.take(slots_ * up(TILE * c_.E, 16));
-        v_ = memory.take(slots_ * up(TILE * c_.Ev, 16));
-    }
-
-    // Keys that no query of the map sees are read as 0.
-    void select(int64_t b, int64_t head, int64_t index, const Map& map) {
-        if (b == b_ && head == head_ && index == index_) return;
-        b_ = b, head_ = head, index_ = index, map_ = &map;
-        std::fill(held_.begin(), held_.end(), -1);
-    }
-
-    // The slot that holds key tile j.
-    int64_t hold(int64_t j) {
-        int64_t slot = j % slots_;
-        if (held_[slot] != j) {
-            held_[slot] = j;
-            int64_t first = j * TILE, rows = c_.keys_in(j);
-            read_rows(c_.k.at<T>(b_, first, head_), c_.k.token, rows, c_.E, k(slot), c_.E, map_->seen[j]);
-            read_rows(c_.v.at<T>(b_, first, head_), c_.v.token, rows, c_.Ev, v(slot), c_.Ev, map_->seen[j]);
-        }
-        return slot;
-    }
-    float* k(int64_t slot) { return k_ + slot * up(TILE * c_.E, 16); }
-    float* v(int64_t slot) { return v_ + slot * up(TILE * c_.Ev, 16); }
-
-  private:
-    const Call& c_;
-    int64_t slots_, b_ = -1, head_ = -1, index_ = -1;
-    const Map* map_ = nullptr;
-    std::vector<int64_t> held_;
-    float *k_ = nullptr, *v_ = nullptr;
-};
 
 // The scores of one (batch row, head): everything about them but the product of q and k.
 class Scores {

@@ -49,13 +49,13 @@ inline Vec load(const bf16* p) {
     return (Vec)(__builtin_convertvector(h, Words) << 16);
 }
 
-// Round to nearest, ties to even; NaN stays NaN.
-inline void store(bf16* p, Vec x) {
+// Round to nearest, ties to even; NaN stays NaN. The bits of a bf16 in each lane.
+inline Words rounded(Vec x) {
     Words u = (Words)x;
-    Words rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    Words bits = x == x ? rounded : (Words{} + 0x7fc0u);
-    *reinterpret_cast<LooseHalves*>(p) = __builtin_convertvector(bits, Halves);
+    Words bits = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return x == x ? bits : (Words{} + 0x7fc0u);
 }
+inline void store(bf16* p, Vec x) { *reinterpret_cast<LooseHalves*>(p) = __builtin_convertvector(rounded(x), Halves); }
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) {
@@ -215,12 +215,14 @@ inline Vec high_halves(Vec a, Vec b, std::integer_sequence<int, I...>) {
     return __builtin_shufflevector(a, b, (W / 2 + I / 2 + I % 2 * W)...);
 }
 
-// A W x W square, times a factor. Interleaving the upper half of the rows with the lower one log2(W) times transposes.
+// A W x W square, times a factor, or as bits that need not be floats. Interleaving the upper half of the rows with the
+// lower one log2(W) times transposes.
+template <bool BITS = false>
 inline void transpose_square(const float* from, int64_t from_stride, float* to, int64_t to_stride, float factor) {
     constexpr auto lanes = std::make_integer_sequence<int, W>();
     Vec x[W], y[W];
 #pragma GCC unroll 16
-    for (int r = 0; r < W; ++r) x[r] = load(from + r * from_stride) * factor;
+    for (int r = 0; r < W; ++r) x[r] = BITS ? load(from + r * from_stride) : load(from + r * from_stride) * factor;
 #pragma GCC unroll 4
     for (int step = 1; step < W; step *= 2) {
 #pragma GCC unroll 8

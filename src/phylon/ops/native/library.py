@@ -13,7 +13,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +28,28 @@ _COMPILERS = ("c++", "g++", "clang++")
 _CRASHES = {signal.SIGSEGV, signal.SIGILL, signal.SIGFPE, signal.SIGABRT}
 
 
+def _no_refusal() -> str | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compile the sources: more flags for the compiler, and ``refusal``: ``None``, or why not here.
+
+    It is asked in every process before the functions are used.
+    """
+
+    name: str = "plain"
+    flags: tuple[str, ...] = ()
+    refusal: Callable[[], str | None] = _no_refusal
+
+
 class Library:
     """``sources`` are the C++ files, the first is compiled and may include the others; all lie beside ``module``.
 
     ``check`` runs the kernels against the reference and returns ``None``, or what is wrong. ``functions`` gives the C
-    argument types by function name; every function returns nothing, unless ``returns`` names a type.
+    argument types by function name; every function returns nothing, unless ``returns`` names a type. Of the ``forms``
+    the first is made that is not refused here and passes its check; the last is for any machine.
     """
 
     def __init__(
@@ -39,14 +59,17 @@ class Library:
         functions: dict[str, Sequence[Any]],
         check: Callable[[], str | None],
         returns: dict[str, Any] | None = None,
+        forms: Sequence[Form] = (Form(),),
     ) -> None:
         self.module, self.sources, self.check = module, tuple(sources), check
-        self.functions, self.returns = functions, returns or {}
+        self.functions, self.returns, self.forms = functions, returns or {}, tuple(forms)
         self.name = module.removeprefix("phylon.ops.").removesuffix(".native")
         self.allowed = True
         self._loaded: ctypes.CDLL | None = None
         self._reason: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._unfit: dict[Form, str] = {}
+        self._used: Form | None = None
         LIBRARIES[self.name] = self
 
     def reason(self) -> str | None:
@@ -77,7 +100,7 @@ class Library:
         if self.path.exists():
             return None
         if self.failed.exists():
-            return self.failed.read_text(encoding="utf-8").strip()
+            return self._without(self.form, self.failed.read_text(encoding="utf-8").strip())
         if self._process is None:
             try:
                 self._process = self._make()
@@ -89,15 +112,20 @@ class Library:
         if -code in _CRASHES:
             reason = f"its check against the reference crashed ({signal.Signals(-code).name})"
             self.failed.write_text(reason + "\n", encoding="utf-8")
-            return reason
+            return self._without(self.form, reason)
         return f"compiling it ended with code {code} (see '{self.path.with_suffix('.log')}')"
 
     def wait(self, timeout: float) -> str | None:
         """``reason`` once the making has ended, or after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        waited: subprocess.Popen[bytes] | None = None
         self.start()
-        if self._process is not None:
+        while self._process not in (None, waited):  # where one form is unfit the next one is begun
+            waited = self._process
+            assert waited is not None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
+                waited.wait(max(0.0, end - time.monotonic()))
+            self.start()
         self.refresh()
         return self.reason()
 
@@ -107,7 +135,7 @@ class Library:
         for name, arguments in self.functions.items():
             function = getattr(loaded, name)
             function.argtypes, function.restype = list(arguments), self.returns.get(name)
-        self._loaded, self._reason = loaded, None
+        self._used, self._loaded, self._reason = self.form, loaded, None
 
     def __getattr__(self, name: str) -> Any:
         """A function of the library by its name."""
@@ -116,12 +144,33 @@ class Library:
         return getattr(self._loaded, name)
 
     @property
+    def form(self) -> Form:
+        """What is used, or would be made here."""
+        return self._used or next((form for form in self.forms[:-1] if self.against(form) is None), self.forms[-1])
+
+    @property
+    def label(self) -> str:
+        """The name, with the form unless that is the one for any machine."""
+        return self.name if self.form == self.forms[-1] else f"{self.name} ({self.form.name})"
+
+    def against(self, form: Form) -> str | None:
+        """Why ``form`` is not made here."""
+        return self._unfit.get(form) or form.refusal()
+
+    def _without(self, form: Form, reason: str) -> str | None:
+        """``start`` with the next form, where there is one."""
+        if form == self.forms[-1]:
+            return reason
+        self._unfit[form], self._process = reason, None
+        return self.start()
+
+    @property
     def path(self) -> Path:
         """Where the checked library lies: named by sources, compiler, flags, processor: nothing goes stale."""
         hashed = hashlib.blake2b(digest_size=10)
         for source in self.sources:
             hashed.update(source.read_bytes())
-        hashed.update(repr((_identity(compiler()), flags(), _processor())).encode())
+        hashed.update(repr((_identity(compiler()), [*flags(), *self.form.flags], _processor())).encode())
         return cache_folder() / f"{self.name}-{hashed.hexdigest()}{'.dylib' if sys.platform == 'darwin' else '.so'}"
 
     @property
@@ -137,7 +186,7 @@ class Library:
         environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
         with open(self.path.with_suffix(".log"), "wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "phylon.ops.native.make", self.module],
+                [sys.executable, "-m", "phylon.ops.native.make", self.module, self.form.name],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -181,6 +230,12 @@ def _identity(path: str | None) -> tuple[str, int, int] | None:
     return str(real), found.st_size, found.st_mtime_ns
 
 
+def features() -> frozenset[str]:
+    """The instruction sets of the processor, as Linux calls them; none elsewhere."""
+    return frozenset(_processor().split()[2:])
+
+
+@cache
 def _processor() -> str:
     """What ``native`` means here: the instruction sets of the first processor."""
     try:

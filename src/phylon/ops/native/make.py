@@ -1,4 +1,4 @@
-"""``python -m phylon.ops.native.make MODULE``: compile the module's ``LIBRARY``, check it, put it into the cache.
+"""``python -m phylon.ops.native.make MODULE FORM``: compile the module's ``LIBRARY``, check it, put it into the cache.
 
 The last step is a rename, so that whoever finds the library may use it. A reason why not goes beside it. A process that
 dies in the check (an instruction the processor lacks) leaves nothing, and its exit code says so.
@@ -18,14 +18,14 @@ if sys.platform != "win32":
 
 
 def make(library: Library) -> str | None:
-    """Compile and check ``library``; ``None``, or why it may not be used, which is also written beside it."""
+    """Compile and check ``library``, of one form; ``None``, or why not to use it, which is also written beside it."""
     path = library.path
     with _alone(path.with_suffix(".lock")):
         if path.exists():
             return None
         beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
         try:
-            reason = _compile(library, beside) or _check(library, beside)
+            reason = library.forms[0].refusal() or _compile(library, beside) or _check(library, beside)
             if reason is None:
                 beside.replace(path)
             else:
@@ -38,7 +38,7 @@ def make(library: Library) -> str | None:
 
 
 def _compile(library: Library, target: Path) -> str | None:
-    command = [compiler() or "c++", *flags(), "-o", str(target), str(library.sources[0])]
+    command = [compiler() or "c++", *flags(), *library.form.flags, "-o", str(target), str(library.sources[0])]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
         return None
@@ -66,4 +66,5 @@ if __name__ == "__main__":
     with contextlib.suppress(OSError, AttributeError):
         os.nice(5)
     found: Library = importlib.import_module(sys.argv[1]).LIBRARY
+    found.forms = tuple(form for form in found.forms if form.name == sys.argv[2])
     sys.exit(0 if make(found) is None else 1)

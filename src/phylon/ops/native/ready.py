@@ -27,14 +27,15 @@ def wait(seconds: float = 300) -> dict[str, str | None]:
 
 
 def names() -> list[str]:
-    """The libraries that this process uses now."""
-    return sorted(name for name, library in LIBRARIES.items() if library.reason() is None)
+    """The libraries that this process uses now, with the form of those that have several."""
+    return sorted(library.label for library in LIBRARIES.values() if library.reason() is None)
 
 
 def limit(allowed: Collection[str] | None) -> None:
-    """Use no library but these (``None``: any): a resumed run computes with the kernels it began with."""
+    """Use no library but these (``None``: any), in whatever form: a resumed run computes with those it began with."""
+    kept = None if allowed is None else {label.partition(" (")[0] for label in allowed}
     for name, library in LIBRARIES.items():
-        library.allowed = allowed is None or name in allowed
+        library.allowed = kept is None or name in kept
 
 
 @contextmanager

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from phylon.data.labelled import Answered, read_answers
+from phylon.data.labelled import Answered, GivesRecords, read_answers
 from phylon.data.passed import usable
+from phylon.generate.finetuned import best_span
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -58,6 +58,12 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     def text_fields(self) -> tuple[str, ...]:
         return self.question, self.context
 
+    def read(self, source: GivesRecords) -> Iterator[Answered]:
+        return read_answers(source, self.question, self.context, self.answer, self.start, self.weight)
+
+    def measured(self) -> tuple[str, ...]:
+        return "exact_match", "f1"
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
         need_head(spec, self.head, Span, "answers")
@@ -69,8 +75,7 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
     def feed(self, material: Material) -> Feed:
         made: dict[str, list[Arrays]] = {}
         for which, source in parts(material):
-            rows = read_answers(source, self.question, self.context, self.answer, self.start, self.weight)
-            asked = list(usable(source, rows, lambda row: (row, list(self.windows(material, row)))))
+            asked = list(usable(source, self.read(source), lambda row: (row, list(self.windows(material, row)))))
             made[which] = [
                 self.with_weight(example, row.weight) | (_reference(row, number) if which == "held-out" else {})
                 for number, (row, windows) in enumerate(asked)
@@ -139,19 +144,6 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
             "exact_match": sum(exact_match(*pair) for pair in pairs) / len(pairs),
             "f1": sum(token_f1(*pair) for pair in pairs) / len(pairs),
         }
-
-
-def best_span(scores: Tensor, spans: Tensor, most: int) -> tuple[float, int, int]:
-    """The best span of at most ``most`` tokens of the context: by how much it beats column 0, and its characters.
-
-    ``scores`` (T, 2) are those of start and end; only tokens with ``spans`` (T, 2) of the context may be either.
-    """
-    inside = spans[:, 0] >= 0
-    start, end = (scores[:, side].masked_fill(~inside, -torch.inf) for side in (0, 1))
-    both = start[:, None] + end[None, :]
-    both = both.masked_fill(~torch.ones_like(both, dtype=torch.bool).triu().tril(most - 1), -torch.inf)
-    first, last = divmod(int(both.argmax()), len(scores))
-    return float(both[first, last] - scores[0].sum()), int(spans[first, 0]), int(spans[last, 1])
 
 
 def _answered(window: Arrays) -> bool:

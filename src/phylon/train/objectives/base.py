@@ -69,9 +69,9 @@ class Feed(NamedTuple):
 class Objective(Slot):
     """Slot of a training objective. Its life in a run, in order:
 
-    ``check`` before anything is read or written; ``split``; ``texts`` and ``reserved`` where a vocabulary is trained;
-    ``check_vocabulary``; ``feed``; ``begin`` on the new model; then for every batch ``counts`` of the whole and
-    ``losses`` of each part; ``after_step``; ``evaluate`` now and then.
+    ``check`` before anything is read or written, ``look`` at the first item of the data; ``split``; ``texts`` and
+    ``reserved`` where a vocabulary is trained; ``check_vocabulary``; ``feed``; ``begin`` on the new model; then for
+    every batch ``counts`` of the whole and ``losses`` of each part; ``after_step``; ``evaluate`` now and then.
 
     A batch is a dict of tensors whose first dimension is rows, so that it can be cut into parts (micro-batches,
     processes). ``losses`` gives *sums*, ``counts`` what each is divided by, from the whole batch alone: the gradient is
@@ -97,6 +97,15 @@ class Objective(Slot):
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
+
+    def look(self, source: Source) -> None:
+        """Read the first item of the data and refuse what is wrong with it, before anything is computed."""
+        if self.reads_text:
+            next(iter(self.texts(source)), None)
+
+    def measured(self) -> tuple[str, ...] | None:
+        """What ``evaluate`` reports beside ``loss``; ``None`` where only an evaluation can tell."""
+        return None
 
     def check_vocabulary(self, spec: ModelSpec, tokenizer: Tokenizer) -> None:
         """Refuse a vocabulary that lacks what the objective needs."""

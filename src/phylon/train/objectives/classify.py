@@ -18,6 +18,7 @@ from phylon.data.labelled import (
     score,
 )
 from phylon.data.passed import usable
+from phylon.generate.finetuned import first_tokens
 from phylon.layers.heads.classify import Classify
 from phylon.model import Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss, Targets
@@ -45,6 +46,7 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
 
     head: str = "class"
     weight: str | None = None  # type: ignore[assignment]
+    classes: tuple[str, ...] | None = None
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
@@ -53,6 +55,21 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         if pooled != self._per_text:
             want, have = ("a pool", "none") if self._per_text else ("no pool", "one")
             raise UserError(f"{self._kind} needs a head with {want}, and '{self.head}' has {have}; choose another head")
+        if self.classes is not None:
+            self._check_number(spec, Classes(self.classes))
+
+    def measured(self) -> tuple[str, ...]:
+        return "accuracy", "f1"
+
+    def _check_number(self, spec: ModelSpec, classes: Classes) -> None:
+        """Refuse a head of another number of classes."""
+        n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        if len(classes) != n_classes:
+            shown = ", ".join(classes.names[:8]) + (", …" if len(classes) > 8 else "")
+            raise UserError(
+                f"the data have {len(classes)} classes ({shown}) and the head '{self.head}' {n_classes}: "
+                f"set its n_classes to {len(classes)}"
+            )
 
     @property
     def _kind(self) -> str:
@@ -106,16 +123,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
 
     def classes_for(self, material: Material, named: tuple[str, ...] | None, labels: Iterable[Any]) -> Classes | None:
         """The classes by name; ``None`` where labels are numbers from 0 already. They must fit the head."""
-        head = material.spec.heads[self.head]
-        assert isinstance(head, Classify)
         classes = Classes.of(labels) if named is None else Classes(named)
         numbers = all(name.isdigit() for name in classes.names) and named is None
-        if not numbers and len(classes) != head.n_classes:
-            shown = ", ".join(classes.names[:8]) + (", …" if len(classes) > 8 else "")
-            raise UserError(
-                f"the data have {len(classes)} classes ({shown}) and the head '{self.head}' {head.n_classes}: "
-                f"set its n_classes to {len(classes)}"
-            )
+        if not numbers:
+            self._check_number(material.spec, classes)
         material.say("classes: " + ", ".join(f"{i} {n}" for i, n in enumerate(classes.names) if not numbers))
         return None if numbers else classes
 
@@ -142,13 +153,12 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
     text: str = "text"
     pair: str | None = None
     label: str = "label"
-    classes: tuple[str, ...] | None = None
 
     def split_by(self) -> tuple[str, ...]:
         return (self.text,) if self.pair is None else (self.text, self.pair)
 
     def feed(self, material: Material) -> Feed:
-        rows = {which: list(self._read(source)) for which, source in parts(material)}
+        rows = {which: list(self.read(source)) for which, source in parts(material)}
         classes = self.classes_for(material, self.classes, (row.label for part in rows.values() for row in part))
 
         def example(row: LabelledText) -> Arrays:
@@ -157,7 +167,7 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
         made = {which: list(usable(source, rows[which], example)) for which, source in parts(material)}
         return self.named(row_feed(material, made["training"], made.get("held-out")), classes)
 
-    def _read(self, source: GivesRecords) -> Iterator[LabelledText]:
+    def read(self, source: GivesRecords) -> Iterator[LabelledText]:
         return read_texts(source, self.text, self.pair, self.label, self.weight)
 
     def _example(self, material: Material, row: LabelledText, target: np.ndarray) -> Arrays:
@@ -174,17 +184,23 @@ class TextScores(TextClasses, frozen=True, kw_only=True):
     """
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
+        if self.classes is not None:
+            raise UserError("text_scores reads numbers; leave objective.classes out")
         super().check(recipe, spec)
         if spec.heads[self.head].n_classes != 1:  # type: ignore[attr-defined]
             raise UserError(f"text_scores needs a head '{self.head}' with n_classes = 1, one number a text")
-        if self.classes is not None:
-            raise UserError("text_scores reads numbers; leave classes out")
+
+    def measured(self) -> tuple[str, ...]:
+        return "mse", "pearson", "spearman"
+
+    def read(self, source: GivesRecords) -> Iterator[LabelledText]:
+        return usable(source, super().read(source), lambda row: row._replace(label=score(row.label, row.where)))
 
     def feed(self, material: Material) -> Feed:
         def example(row: LabelledText) -> Arrays:
-            return self._example(material, row, np.array(score(row.label, row.where), np.float32))
+            return self._example(material, row, np.array(row.label, np.float32))
 
-        made = {which: list(usable(source, self._read(source), example)) for which, source in parts(material)}
+        made = {which: list(usable(source, self.read(source), example)) for which, source in parts(material)}
         return row_feed(material, made["training"], made.get("held-out"))
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -224,7 +240,6 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
 
     words: str = "words"
     labels: str = "labels"
-    classes: tuple[str, ...] | None = None
     head: str = "token"
 
     @property
@@ -234,10 +249,11 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
     def split_by(self) -> tuple[str, ...]:
         return (self.words,)
 
+    def read(self, source: GivesRecords) -> Iterator[LabelledWords]:
+        return read_words(source, self.words, self.labels, self.weight)
+
     def feed(self, material: Material) -> Feed:
-        rows = {
-            which: list(read_words(source, self.words, self.labels, self.weight)) for which, source in parts(material)
-        }
+        rows = {which: list(self.read(source)) for which, source in parts(material)}
         labels = (label for part in rows.values() for row in part for label in row.labels)
         classes = self.classes_for(material, self.classes, labels)
 
@@ -251,16 +267,9 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
     def _example(self, material: Material, words: list[str], labels: list[int], where: str) -> Arrays:
         joint = shortened(material.text.encode_joint(" ".join(words)), material.recipe.data.seq_len)
         targets = np.full(len(joint.ids), IGNORE, np.int64)
-        start = token = 0
-        for word, label in zip(words, labels, strict=True):
-            end = start + len(word)
-            # A byte-level token may hold the space before its word, so that its span begins with the word or before it.
-            while token < len(joint.ids) and (joint.texts[token] is None or joint.spans[token][1] <= start):
-                token += 1
-            if token < len(joint.ids) and joint.spans[token][0] < end:
-                targets[token] = label
-                token += 1
-            start = end + 1
+        for place, label in zip(first_tokens(joint, words), labels, strict=True):
+            if place is not None:
+                targets[place] = label
         return joint_arrays(joint, material.spec, where) | {"targets": targets}
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -59,6 +59,15 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
     def split_by(self) -> tuple[str, ...]:
         return self.text, self.pair
 
+    def read(self, source: GivesRecords) -> Iterator[tuple[str, str, float]]:
+        def pair(record: Record) -> tuple[str, str, float]:
+            return text_of(record, self.text), text_of(record, self.pair), weight_of(record, self.weight)
+
+        return usable(source, source.records(), pair)
+
+    def measured(self) -> tuple[str, ...]:
+        return ("retrieval",)
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
         if len(spec.stacks) > 1 or not hasattr(spec.last_stack.embed, "vocab_size"):
@@ -93,7 +102,7 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
             hashed = hashlib.blake2b(text_of(record, self.pair).encode(), digest_size=8).digest()
             found["same"] = np.frombuffer(hashed, np.int64)[0]  # pyrefly: ignore[unsupported-operation]
             if self.weight is not None:
-                found["weights"] = np.array(weight_of(record.fields, record.name, self.weight), np.float32)
+                found["weights"] = np.array(weight_of(record, self.weight), np.float32)
             return found
 
         return list(usable(source, source.records(), example))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from phylon.data import IGNORE, Draws, Example, Examples, Loader, TokenStore, evaluation_batches, stack
+from phylon.data import IGNORE, Draws, Example, Examples, Loader, Source, TokenStore, evaluation_batches, stack
 from phylon.data.documents import digest
 from phylon.model import GenerationDefaults, Model, ModelSpec, Output
 from phylon.ops.loss import Loss
@@ -27,13 +27,15 @@ from phylon.train.objectives.corruption import (
     raw_length,
 )
 from phylon.train.objectives.masking import ordinary_ids
-from phylon.train.objectives.tokens import TokenObjective, held_out_batches, token_stores
+from phylon.train.objectives.tokens import TokenObjective, held_out_batches, look_at_weights, token_stores
+from phylon.train.vocabulary import Loaded
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
 
 N_SHOWN = 2
 END, PAD = "</s>", "<pad>"
+MOST_SENTINELS = 10_000
 
 
 class Denoising(TokenObjective, frozen=True, kw_only=True):
@@ -50,11 +52,35 @@ class Denoising(TokenObjective, frozen=True, kw_only=True):
     corruption: Corruption = RandomSpans()
     n_sentinels: int = 100
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.n_sentinels <= MOST_SENTINELS:
+            raise UserError(f"n_sentinels must be from 0 to {MOST_SENTINELS:,}, got {self.n_sentinels}")
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         if spec.decoder is None or not spec.heads:
             raise UserError("denoising trains a decoder that says text, and this model has none; take another family")
         check_length(spec, recipe.data.seq_len)
-        self.lengths(recipe.data.seq_len, spec)
+        lengths = self.lengths(recipe.data.seq_len, spec)
+        if "from" not in recipe.model and not isinstance(recipe.data.tokenizer, Loaded):
+            self._check_sentinels(lengths, self.n_sentinels)  # what is reserved in the vocabulary of the run
+
+    def look(self, source: Source) -> None:
+        super().look(source)
+        look_at_weights(source)
+
+    def measured(self) -> tuple[str, ...]:
+        return "lm", "accuracy"
+
+    def _check_sentinels(self, lengths: Lengths, there: int) -> None:
+        """Refuse a vocabulary with too few marks of hidden spans."""
+        needed = self.corruption.n_sentinels(lengths.raw)
+        if needed > there:
+            raise UserError(
+                f"{lengths.raw} tokens of text may need {needed} marks of hidden spans, and the vocabulary has "
+                f"{there} ({SENTINEL.format(0)}, …): raise objective.n_sentinels, lower data.seq_len, or load a "
+                "vocabulary that has them"
+            )
 
     def lengths(self, seq_len: int, spec: ModelSpec) -> Lengths:
         """Tokens of raw text a row, and of its source and target."""
@@ -74,13 +100,7 @@ class Denoising(TokenObjective, frozen=True, kw_only=True):
         run, joined = material.recipe.run, material.spec.encoder is None
         lengths = self.lengths(material.recipe.data.seq_len, material.spec)
         tokenizer = material.text
-        needed = self.corruption.n_sentinels(lengths.raw)
-        if needed > len(tokenizer.sentinel_ids):
-            raise UserError(
-                f"{lengths.raw} tokens of text may need {needed} marks of hidden spans, and the vocabulary has "
-                f"{len(tokenizer.sentinel_ids)} ({SENTINEL.format(0)}, …): raise objective.n_sentinels, lower "
-                "data.seq_len, or load a vocabulary that has them"
-            )
+        self._check_sentinels(lengths, len(tokenizer.sentinel_ids))
         pad = tokenizer.pad_id
         assert pad is not None, "check_vocabulary has passed"
         ids = Ids(tokenizer.sentinel_ids, tokenizer.eos_ids[0], ordinary_ids(tokenizer))

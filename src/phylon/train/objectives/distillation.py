@@ -79,6 +79,14 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
         if room != own:
             raise UserError(f"the teacher scores {room} tokens and the student {own}: set model.vocab_size to {room}")
 
+    def look(self, source: Source) -> None:
+        self.task.look(source)
+
+    def measured(self) -> tuple[str, ...] | None:
+        theirs = self.task.measured()
+        # With the teacher's term there are two, so that the task's own is named as well.
+        return None if theirs is None else tuple(dict.fromkeys((*(theirs or ("lm",)), SOFT)))
+
     def reserved(self) -> tuple[str, ...]:
         return self.task.reserved()
 

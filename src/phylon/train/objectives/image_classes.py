@@ -73,6 +73,15 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
                 f"set its n_classes to {len(images.classes)}"
             )
         self._check_shape(embed, self._first_shape(source, images))
+        if self.augment is not None:
+            side = min(next(usable(source, range(len(images)), images.pixels)).shape[1:])
+            if self.augment.padding >= side:
+                raise UserError(
+                    f"objective.augment.padding {self.augment.padding} must be below the {side} pixels of an image"
+                )
+
+    def measured(self) -> tuple[str, ...]:
+        return "accuracy", "f1"
 
     def _first_shape(self, source: object, images: Images) -> tuple[int, ...]:
         """(C, H, W) of the first image that can be read: that of all of them."""
@@ -81,7 +90,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
 
     def _usable(self, source: object, images: Images) -> np.ndarray:
         """The numbers of the images that can be read and are of one shape; all where the source passes over none."""
-        if policy(source, "unreadable") == "refuse":
+        if policy(source, "unreadable") != "skip":
             return np.arange(len(images))
         shape = self._first_shape(source, images)
 

@@ -1,5 +1,6 @@
 """Masked language modelling with or without pairs of sentences: BERT and RoBERTa."""
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,7 +27,13 @@ from phylon.train.objectives.base import (
 )
 from phylon.train.objectives.masking import Masker, Pieces, Units, WholeWords, ordinary_ids, words_of
 from phylon.train.objectives.pairs import FullSentences, Marks, NextSentence, PairedTexts, Pairs
-from phylon.train.objectives.tokens import TokenObjective, held_out_batches, hold_out_end, refuse_weights
+from phylon.train.objectives.tokens import (
+    TokenObjective,
+    held_out_batches,
+    hold_out_end,
+    look_at_weights,
+    refuse_weights,
+)
 
 if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
@@ -75,6 +82,15 @@ class MaskedLanguage(TokenObjective, frozen=True, kw_only=True):
         if recipe.data.seq_len < LEAST_ROW:
             raise UserError(f"data.seq_len must be at least {LEAST_ROW} for masked_language, got {recipe.data.seq_len}")
         check_length(spec, recipe.data.seq_len)
+
+    def look(self, source: Source) -> None:
+        super().look(source)
+        look_at_weights(source)
+        if self.pairs is not None and len(list(itertools.islice(source.documents(), 2))) < 2:
+            raise UserError("next sentences are drawn from other documents, and the data hold one; give more files")
+
+    def measured(self) -> tuple[str, ...]:
+        return "mlm", "mlm_accuracy", *(() if self.pairs is None else ("nsp", "nsp_accuracy"))
 
     def reserved(self) -> tuple[str, ...]:
         return ("[PAD]", "[CLS]", "[SEP]", "[MASK]")

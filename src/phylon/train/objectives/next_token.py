@@ -30,6 +30,9 @@ class NextToken(TokenObjective, frozen=True, kw_only=True):
         need_decoder(spec, "next_token")
         check_length(spec, recipe.data.seq_len)
 
+    def measured(self) -> tuple[str, ...]:
+        return ()
+
     def feed(self, material: Material) -> Feed:
         run, seq_len = material.recipe.run, material.recipe.data.seq_len
         store, held = token_stores(material, seq_len, weighs=True)

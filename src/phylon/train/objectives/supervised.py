@@ -54,6 +54,14 @@ class RecordObjective(Mechanism, Objective, frozen=True, kw_only=True):
     def split_by(self) -> tuple[str, ...]:
         raise NotImplementedError
 
+    def read(self, source: GivesRecords) -> Iterator[Any]:
+        """The records as this objective understands them; what is wrong with one is passed over or refused."""
+        raise NotImplementedError
+
+    def look(self, source: Source) -> None:
+        super().look(source)
+        next(self.read(source), None)  # type: ignore[arg-type]
+
     def text_fields(self) -> tuple[str, ...]:
         """The fields a vocabulary is trained on."""
         return self.split_by()

@@ -90,6 +90,12 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def generation(self, tokenizer: Tokenizer) -> GenerationDefaults:
         return super().generation(tokenizer).replace(decoder_start_id=tokenizer.pad_id)
 
+    def read(self, source: GivesRecords) -> Iterator[_Row]:
+        return usable(source, source.records(), self._row)
+
+    def measured(self) -> tuple[str, ...]:
+        return "lm", "accuracy", "exact"
+
     def feed(self, material: Material) -> Feed:
         recipe, run = material.recipe, material.recipe.run
         made = {which: self._tasks(material, source) for which, source in parts(material)}
@@ -111,7 +117,7 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def _tasks(self, material: Material, source: GivesRecords) -> dict[str, list[Arrays]]:
         """The examples of every task, in the order of their first record."""
         tokenizer, found = material.text, dict[str, list[Arrays]]()
-        for rows in _batches(usable(source, source.records(), self._row)):
+        for rows in _batches(self.read(source)):
             read = tokenizer.encode_batch([row.input for row in rows], special=False)
             said = tokenizer.encode_batch([row.target for row in rows], special=False)
             for row, source_ids, target_ids in zip(rows, read, said, strict=True):
@@ -120,7 +126,7 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         return found
 
     def _row(self, record: Record) -> _Row:
-        task, weight = str(record.fields.get("task", ONE_TASK)), weight_of(record.fields, record.name, self.weight)
+        task, weight = str(record.fields.get("task", ONE_TASK)), weight_of(record, self.weight)
         return _Row(task, text_of(record, self.input), text_of(record, self.target), weight)
 
     def _example(self, tokenizer: Tokenizer, source: list[int], target: list[int], most: int) -> Arrays:

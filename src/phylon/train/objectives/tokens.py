@@ -19,6 +19,7 @@ from phylon.train.objectives.base import Batch, Material, Objective
 # Below this many documents whole ones make a poor held-out part, and the end of the text is held out instead.
 FEW_DOCUMENTS = 50
 EVAL_BATCH_ROWS = 16
+NO_WEIGHTS = "these data weigh their tokens, which next_token alone learns by; leave the weights out"
 
 
 class TokenObjective(Mechanism, Objective, frozen=True, kw_only=True):
@@ -125,10 +126,17 @@ def token_stores(
     return store, held
 
 
+def look_at_weights(source: Source) -> None:
+    """``refuse_weights``, as far as the first document tells."""
+    first = next(iter(source.documents()), None)
+    if first is not None and first.weights:
+        raise UserError(NO_WEIGHTS)
+
+
 def refuse_weights(store: TokenStore | None) -> None:
     """For an objective that draws its targets itself, and has no weights for them."""
     if store is not None and store.weights is not None:
-        raise UserError("these data weigh their tokens, which next_token alone learns by; leave the weights out")
+        raise UserError(NO_WEIGHTS)
 
 
 def _cut(store: TokenStore, row: int, share: float) -> tuple[TokenStore, TokenStore]:

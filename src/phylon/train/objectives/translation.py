@@ -1,6 +1,6 @@
 """Translation by an encoder-decoder: pairs, teacher forcing, batches by token count, BLEU on what is held out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,6 +73,12 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def decodes(self) -> bool:
         return self.n_beams is not None
 
+    def read(self, source: GivesRecords) -> Iterator[tuple[str, str, float]]:
+        return usable(source, source.records(), self._pair)
+
+    def measured(self) -> tuple[str, ...]:
+        return "nll", "accuracy", *(() if self.n_beams is None else ("bleu",))
+
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         super().check(recipe, spec)
         if spec.encoder is None or spec.decoder is None:
@@ -82,6 +88,8 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
                 f"objective.max_tokens {self.max_tokens} is less than data.seq_len {recipe.data.seq_len}; "
                 "a batch must have room for one pair"
             )
+        if recipe.data.seq_len < 2:
+            raise UserError("data.seq_len 1 leaves no room for a text beside its end token; set at least 2")
         if recipe.data.held_out and self.n_beams is not None:
             sacrebleu_metric()
 
@@ -116,7 +124,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
     def _examples(self, material: Material, source: GivesRecords, which: str) -> list[Arrays]:
         """Both sides as ids: the source as ``generate`` reads it, the target behind the start id and with its end."""
         tokenizer, most = material.text, material.recipe.data.seq_len
-        pairs = list(usable(source, source.records(), self._pair))
+        pairs = list(self.read(source))
         sources = tokenizer.encode_batch([source for source, _, _ in pairs])
         targets = tokenizer.encode_batch([target for _, target, _ in pairs], special=False)
         start, end = self.generation(tokenizer).decoder_start_id, tokenizer.eos_ids[0]
@@ -138,7 +146,7 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
 
     def _pair(self, record: Record) -> tuple[str, str, float]:
         source, target = text_of(record, self.source).strip(), text_of(record, self.target).strip()
-        return source, target, weight_of(record.fields, record.name, self.weight)
+        return source, target, weight_of(record, self.weight)
 
     def counts(self, batch: Batch) -> dict[str, float]:
         return {"lm": n_learned(batch), **self.router_counts(batch)}

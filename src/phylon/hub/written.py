@@ -1,0 +1,115 @@
+"""What the files beside the weights say of a model: the words of the file it came from, as far as they are true."""
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from phylon.families.base import Config, HFFormat
+from phylon.hub.describe import generation_defaults
+from phylon.hub.labels import hf_tables, names_the_classes
+from phylon.hub.load import stored_tensors
+from phylon.model import GenerationDefaults, Model
+from phylon.spec.errors import UserError
+
+_TABLES = ("id2label", "label2id")
+_DTYPES = ("dtype", "torch_dtype")
+_DROPPED = ("auto_map",)
+"""The code that it names is not copied."""
+
+
+def hf_config(model: Model, hf: HFFormat, tensors: Collection[str]) -> dict[str, Any]:
+    """``config.json`` of a model whose tensors have these names.
+
+    It is that of the file the model came from (`Model.kept`), in its own words, with what has changed since. Ids and
+    dtype say what is in use, and names of classes those of the model.
+    """
+    written, file = hf.write(model.spec), {key: value for key, value in model.kept.items() if key not in _DROPPED}
+    if file.get("model_type") not in hf.model_types:
+        file = {}
+    said = _in_its_words(model, hf, written, file, tensors)
+    said |= {key: value for key, value in _spelled_ids(model.generation, file).items() if key not in written}
+    if not names_the_classes(file.get("id2label"), model):
+        said = {key: value for key, value in said.items() if key not in _TABLES}
+        said |= {key: written[key] for key in _TABLES if key in written} | hf_tables(model)
+    dtypes = [key for key in _DTYPES if key in file] or ["torch_dtype"]
+    return said | dict.fromkeys(dtypes, _most(model))
+
+
+def _in_its_words(
+    model: Model, hf: HFFormat, written: dict[str, Any], file: dict[str, Any], tensors: Collection[str]
+) -> dict[str, Any]:
+    """The file with what the format now ``written`` of the model says otherwise than it would of the file's own.
+
+    Where that is not this model, ``written`` with those values of the file, one at a time, that change nothing.
+    """
+
+    def read(data: dict[str, Any]) -> Any:
+        return hf.read(Config(data, stored=lambda: tensors)).replace(init=model.spec.init)
+
+    def same(data: dict[str, Any]) -> bool:
+        try:
+            return read(data) == model.spec
+        except UserError:
+            return False
+
+    if not file:
+        return written
+    try:
+        before = hf.write(read(file))
+    except UserError:
+        before = {}
+    changed = {key: value for key, value in written.items() if key not in before or before[key] != value}
+    patched = {key: value for key, value in file.items() if key in written or key not in before} | changed
+    patched = {key: written[key] for key in ("architectures", "model_type")} | patched
+    if same(patched):
+        return patched
+    said = written
+    for key, value in file.items():
+        said = {**said, key: value} if same({**said, key: value}) else said
+    return said
+
+
+def _most(model: Model) -> str:
+    """The dtype of most numbers, as they are written."""
+    count: Counter[torch.dtype] = Counter()
+    for name, tensor in stored_tensors(model).items():
+        stored, loaded = model.stored_dtypes.get(name, (tensor.dtype, tensor.dtype))
+        count[stored if loaded == tensor.dtype else tensor.dtype] += tensor.numel()
+    return str(count.most_common(1)[0][0]).removeprefix("torch.")
+
+
+def generation_config(generation: GenerationDefaults) -> dict[str, Any]:
+    """``generation_config.json``: the special ids there are and the sampler's defaults."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = {name: value for name in names if (value := getattr(generation, name)) is not None}
+    turned_on = any(name != "repetition_penalty" for name in sampling)
+    ids = {key: value for key, value in _ids(generation).items() if value is not None}
+    return {**ids, **sampling, **({"do_sample": True} if turned_on else {})}
+
+
+def _ids(generation: GenerationDefaults) -> dict[str, Any]:
+    eos: Any = list(generation.eos_ids)
+    start = generation.decoder_start_id
+    return {
+        "bos_token_id": generation.bos_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
+        "pad_token_id": generation.pad_id,
+        **({} if start is None else {"decoder_start_token_id": start}),
+    }
+
+
+def _spelled_ids(generation: GenerationDefaults, file: dict[str, Any]) -> dict[str, Any]:
+    """The ids, those of a file in its own words; where it is silent, none is said of one that there is not."""
+    ids = _ids(generation)
+
+    def means_the_same(key: str) -> bool:
+        own = generation_defaults({"config.json": {key: file[key]}})
+        # More texts' ends may be said beside it, in generation_config.json.
+        return _ids(own).get(key) == ids.get(key) or (
+            key == "eos_token_id" and own.eos_ids != () and set(own.eos_ids) <= set(generation.eos_ids)
+        )
+
+    said = {key: file[key] for key in (*ids, "decoder_start_token_id") if key in file and means_the_same(key)}
+    return {key: value for key, value in ids.items() if value is not None or key in file or not file} | said
