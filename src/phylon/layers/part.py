@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +53,6 @@ class Part(nn.Module):
         if taps is None or not (taps.wants(f"{self.path}.scores") or taps.wants(f"{self.path}.weights")):
             return None
         return lambda name, value: self.tap(ctx, name, value)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
 
 
 class Linear(Part, nn.Linear):

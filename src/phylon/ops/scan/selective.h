@@ -221,11 +221,15 @@ void forward_group(const Scan &s, const Shape &shape, const Tensor &y, float *h,
 
 // The sum of a vector's lanes, halves first.
 inline float lane_sum(const Vec &v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
   float part[LANES];
   std::memcpy(part, &v, sizeof part);
   for (int half = LANES / 2; half; half /= 2)
     for (int i = 0; i < half; i++) part[i] += part[i + half];
   return part[0];
+#endif
 }
 
 struct ScanGradients {
