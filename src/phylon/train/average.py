@@ -7,18 +7,23 @@ from torch import Tensor
 
 from phylon.model import Model
 from phylon.spec.errors import UserError
-from phylon.train.checkpoint import checkpoints, load_model_tensors, open_part
+from phylon.train.checkpoint import checkpoints, load_model_tensors, open_part, step_of
 
 
-def average_checkpoints(folder: Path, last: int) -> tuple[dict[str, Tensor], list[Path]]:
+def average_checkpoints(
+    folder: Path, last: int, found: list[Path] | None = None
+) -> tuple[dict[str, Tensor], list[Path]]:
     """The tensors of a model, each the mean of the ``last`` newest checkpoints below ``folder``, and which these are.
+
+    ``found``: the checkpoints to choose from, oldest first, where not all are meant. Of a step that was taken again
+    after a roll-back, the newest alone counts.
 
     Sums are fp64, rounded once to the dtype that is stored. What is no floating-point number must be the same in all.
     Fewer checkpoints than asked for are an error: ``run.keep`` says how many a run leaves.
     """
     if last < 1:
         raise UserError(f"the number of checkpoints to average must be at least 1, got {last}")
-    found = checkpoints(folder)[-last:]
+    found = list({step_of(path): path for path in (checkpoints(folder) if found is None else found)}.values())[-last:]
     if len(found) < last:
         raise UserError(
             f"'{folder}' holds {len(found)} checkpoints, fewer than the {last} to average; "

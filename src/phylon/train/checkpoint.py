@@ -133,11 +133,14 @@ def check_model_tensors(model: Model, tensors: dict[str, Tensor]) -> None:
         raise UserError(f"the checkpoint is of another model: they differ in '{odd[0]}'; use the run's own recipe")
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int = 0) -> Path:
+def save_checkpoint(
+    folder: Path, checkpoint: Checkpoint, keep: int, margin: int = 0, *, average: int = 0, every: int | None = None
+) -> Path:
     """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune.
 
     The newest ``keep`` stay, and always the newest good one: written when no step had just been skipped, at least
-    ``margin`` steps before this one; and the best one. Those of later steps, which a roll-back has given up, go.
+    ``margin`` steps before this one; the best one; and the newest ``average`` of every ``every``-th step. Those of
+    later steps, which a roll-back has given up, go.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
@@ -164,7 +167,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int, margin: int
             shutil.rmtree(beside, ignore_errors=True)
         _sync_folder(folder)
         _point_at(folder, target.name)
-        _prune(folder, target, keep, margin, run.best)
+        mean = scheduled(folder, every, run.step)[-average:] if average else []
+        _prune(folder, target, keep, margin, run.best, mean)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -191,6 +195,15 @@ def checkpoints(folder: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step at which a checkpoint was written, from its name."""
     return _order(path)[0]
+
+
+def scheduled(folder: Path, every: int | None, last: int) -> list[Path]:
+    """One checkpoint a step, oldest first: those of every ``every``-th step and of step ``last``.
+
+    These are written however often a run is stopped and resumed. After a roll-back a step has two; the newer counts.
+    """
+    found = {step_of(path): path for path in checkpoints(folder)}
+    return [path for step, path in found.items() if step == last or (every is not None and step % every == 0)]
 
 
 def last_good(folder: Path, step: int) -> Path | None:
@@ -327,14 +340,14 @@ def _point_at(folder: Path, name: str) -> None:
     _sync_folder(folder)
 
 
-def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None) -> None:
-    """Remove what need not be kept, and what a killed process left half-written."""
+def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None, mean: list[Path]) -> None:
+    """Remove what need not be kept, and what a killed process left half-written. ``mean``: what is to be averaged."""
     found = checkpoints(folder)
     later = [path for path in found if step_of(path) > step_of(new)]
     rest = [path for path in found if path not in later]
     good = last_good(folder, step_of(new) - margin)
     kept = -1 if best is None else best.step
-    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept]
+    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept and path not in mean]
     for path in [*later, *old, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
         shutil.rmtree(path, ignore_errors=True)
 

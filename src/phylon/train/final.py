@@ -10,7 +10,7 @@ from torch import Tensor
 from phylon.data import Batches
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.train.average import average_checkpoints
-from phylon.train.checkpoint import Best, RunState, checkpoints, open_part, step_of
+from phylon.train.checkpoint import Best, RunState, checkpoints, open_part, scheduled, step_of
 from phylon.train.recipe import Recipe, RunRecipe
 
 SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity")
@@ -81,9 +81,12 @@ def kept_weights(recipe: Recipe, state: RunState, folder: Path) -> Kept | None:
     """What ``run.best`` or ``run.average`` keep of the checkpoints in ``folder``; ``None`` for the last weights."""
     best = state.best
     if recipe.run.average is not None:
-        # Fewer where time or a roll-back has taken some: the run is not lost for it.
-        tensors, used = average_checkpoints(folder, min(recipe.run.average, len(checkpoints(folder))))
-        return Kept(tensors, f"the model is the mean of {', '.join(path.name for path in used)}")
+        # Those of the schedule alone, however often the run was stopped. Fewer where time, a roll-back or a smaller
+        # run.keep has taken some: the run is not lost for it.
+        asked, found = recipe.run.average, scheduled(folder, recipe.run.save_every, state.step)
+        tensors, used = average_checkpoints(folder, min(asked, len(found)), found)
+        fewer = "" if len(used) == asked else f", as no more of the {asked} of run.average are left"
+        return Kept(tensors, f"the model is the mean of {', '.join(path.name for path in used)}{fewer}")
     if recipe.run.best is None or best is None or best.step == state.step:
         return None
     found = [path for path in checkpoints(folder) if step_of(path) == best.step]

@@ -36,9 +36,13 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one record; a number that is not finite becomes null."""
+        line, length = msgspec.json.encode(record) + b"\n", self.size()
         try:
-            self._file.write(msgspec.json.encode(record) + b"\n")
+            # A full disk takes a part of a line without an error, and refuses the rest.
+            while line:
+                line = line[self._file.write(line) :]
         except OSError as error:
+            self._file.truncate(length)
             raise UserError(f"cannot write '{self.path}': {system_reason(error)}; the run can be resumed") from None
 
     def size(self) -> int:

@@ -201,8 +201,12 @@ class Session:
         )
         policy = self.recipe.run.on_spike
         margin = policy.margin if isinstance(policy, RollBack) else 0
-        keep = max(self.recipe.run.keep, self.recipe.run.average or 1)
-        self._saved = self.world.from_first(lambda: save_checkpoint(self.checkpoints, checkpoint, keep, margin))
+        run = self.recipe.run
+        self._saved = self.world.from_first(
+            lambda: save_checkpoint(
+                self.checkpoints, checkpoint, run.keep, margin, average=run.average or 0, every=run.save_every
+            )
+        )
         self._last["save"], self._improved = state.step, False
         self._say(f"saved {self._saved}")
 
