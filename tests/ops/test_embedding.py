@@ -87,3 +87,24 @@ def test_gradients_that_come_alone_twice_or_never() -> None:
     x, table = embedding(IDS, weight)
     assert table is weight
     assert not x.requires_grad
+
+
+def test_second_derivatives_and_function_transforms_are_pytorchs() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5, dtype=torch.float64)
+
+    def value(look, weight: Tensor) -> Tensor:
+        x, table = look(IDS, weight)
+        return (x @ table.T).pow(3).sum() + x.pow(3).sum()
+
+    def second(look) -> Tensor:
+        leaf = nn.Parameter(weight)
+        (first,) = torch.autograd.grad(value(look, leaf), leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(second(embedding), second(pytorchs))
+    looks = (embedding, pytorchs)
+    ours, theirs = (torch.func.grad(lambda given, look=look: value(look, given))(weight) for look in looks)
+    torch.testing.assert_close(ours, theirs)
+    per_row = torch.func.vmap(torch.func.grad(lambda given, ids: embedding(ids, given)[0].sum()), in_dims=(None, 0))
+    assert per_row(weight, IDS)[:, :, 0].tolist() == [[1, 1, 0, 2, 0, 0, 0], [0, 2, 0, 1, 0, 0, 1]]

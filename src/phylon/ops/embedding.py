@@ -16,7 +16,8 @@ def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     ``linear_cross_entropy``, whose gradient is nobody else's.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
-    if not trains or weight.device.type != "cpu" or torch.compiler.is_compiling():
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if not trains or traced or weight.device.type != "cpu":
         return F.embedding(ids, weight), weight
     return _Table.apply(ids, weight)
 
@@ -30,15 +31,15 @@ class _Table(torch.autograd.Function):
         return F.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[bad-override]
         (ids,), (of_rows, of_table) = ctx.saved_tensors, grad_outputs
         if of_rows is None:
             return None, of_table
         n, width = ctx.shape
         of_rows = of_rows.reshape(-1, width)
-        if of_table is None:
-            return None, torch.ops.aten.embedding_dense_backward(of_rows, ids.flatten(), n, -1, False)
+        if of_table is None or torch.is_grad_enabled():  # enabled: the gradient is to be differentiated in turn
+            of_ids = torch.ops.aten.embedding_dense_backward(of_rows, ids.flatten(), n, -1, False)
+            return None, of_ids if of_table is None else of_table + of_ids
         read, place = ids.flatten().unique(return_inverse=True)
         wide = of_rows.to(torch.promote_types(of_rows.dtype, torch.float32))
         summed = torch.ops.aten.embedding_dense_backward(wide, place, len(read), -1, False)
