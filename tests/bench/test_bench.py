@@ -181,3 +181,22 @@ def test_every_case_can_be_built() -> None:
     result = cell.sides["sdpa"]()
     assert cell.oracle("sdpa", result) is None
     assert "off by" in (cell.oracle("sdpa", [result[0], result[1] * 1.01, *result[2:]]) or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rounds", "0"], "rounds must be at least 1"),
+        (["--seconds", "-1"], "seconds above 0"),
+        (["--side", "nonsense"], "has no side 'nonsense'; it has "),
+        (["--against", "bad.json"], "a row lacks its case, key or side"),
+        (["--out", "none/x.json"], "the folder 'none' does not exist"),
+        (["--out", "."], "'.' is a folder"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_first(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.json").write_text('{"rows": [{"ms": 1}]}')
+    monkeypatch.setattr(clock, "measure", lambda *a, **k: pytest.fail("it measured"))
+    assert main(["bench", "toy", "--only", "n=1", *arguments]) == 2
+    assert words in capsys.readouterr().err

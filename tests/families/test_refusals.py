@@ -81,6 +81,13 @@ def test_a_builder_s_refusal_names_the_list_that_holds_the_number() -> None:
     assert str(error).endswith("(from 'step_limits')")
 
 
+def test_a_refusal_names_the_key_also_where_a_whole_number_became_a_float() -> None:
+    config = Config({"attention_dropout": 0.0, "rms_norm_eps": 0}, "there")
+    config.take("attention_dropout")
+    config.take("rms_norm_eps")
+    assert str(config.blame(UserError("eps must be above 0, got 0.0"))).endswith("(from 'rms_norm_eps')")
+
+
 PUBLISHED = {
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "switch": {"feed_forward_proj": "relu", "is_gated_act": False},

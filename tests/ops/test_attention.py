@@ -165,6 +165,8 @@ def test_padding_may_hold_anything(backend: str, pattern: Pattern, poison: float
 class Slope:
     """A score bias with a parameter: minus the distance times a slope per head, ALiBi's form."""
 
+    n_heads = 1
+
     def __init__(self) -> None:
         self.slope = torch.tensor([0.5, 0.25, 0.1, 0.0], requires_grad=True)
 

@@ -258,6 +258,8 @@ def test_a_visible_nan_is_not_hidden() -> None:
 class Slope:
     """A bias of the user's own."""
 
+    n_heads = 1
+
     def scores(self, query: Records, key: Records) -> Tensor:
         return -(query.positions - key.positions).abs().float()
 

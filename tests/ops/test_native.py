@@ -70,6 +70,33 @@ def test_the_answer_holds_until_refresh(made) -> None:
     assert library.reason() is None
 
 
+def test_a_damaged_library_is_made_again_and_never_loaded(made) -> None:
+    """Loading a truncated one ends the process, beyond any exception."""
+    path = made("lib_torn").path
+    assert made("lib_torn").wait(60) is None
+    torn = path.with_suffix(".torn")
+    torn.write_bytes(path.read_bytes()[:5000])
+    torn.replace(path)  # a new file: the old one is mapped into this process
+    again = made("lib_torn")
+    assert again.reason() == "being compiled beside this run"
+    assert again.wait(60) is None
+    assert len(path.read_bytes()) > 5000
+
+
+def test_a_damaged_note_is_a_reason(made) -> None:
+    library = made("lib_note")
+    library.failed.parent.mkdir(parents=True)
+    library.failed.write_bytes(b"\xff\xfe\x80")
+    assert "\n" not in library.wait(5)
+
+
+def test_the_words_of_cxx(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "  ")
+    assert module.compiler() is not None
+    monkeypatch.setenv("CXX", "/usr/bin/env g++")
+    assert made("lib_words").wait(60) is None
+
+
 def test_no_compiler(made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert made("lib_none").wait(5).startswith("no C++ compiler on this machine")

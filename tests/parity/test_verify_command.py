@@ -15,6 +15,7 @@ from phylon.cli.main import app
 from phylon.families import family
 from phylon.hub import save
 from phylon.hub.save import save_gguf
+from phylon.spec import UserError
 
 from .harness import drawn
 
@@ -66,6 +67,29 @@ def test_bad_input(folder, tmp_path):
         done = run(*args)
         assert done.exit_code in (1, 2)
         assert words in str(done.exception) + done.output
+
+
+BROKEN = {
+    "def reference(": "fails: SyntaxError",
+    "1 / 0": "fails: ZeroDivisionError",
+    "import sys; sys.exit(0)": "fails: SystemExit",
+    "def reference(): pass": "fails: TypeError",
+    "def reference(folder): return None": "must give a function, it gave NoneType",
+    "def reference(folder): return lambda **k: {}": "it gives no value",
+    "def reference(folder): return lambda **k: {}['x']": "it fails: KeyError",
+    "def reference(folder): return lambda **k: [1]": "it fails: TypeError",
+    "def reference(folder): return lambda **k: {'decoder.embed': 3}": "'decoder.embed' is no tensor but int",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN)
+def test_a_reference_that_compares_nothing_is_no_proof(folder, tmp_path, source):
+    """Whoever names a reference by hand wants it compared."""
+    (tmp_path / "own.py").write_text(source)
+    done = run(folder, "--reference", str(tmp_path / "own.py"))
+    assert done.exit_code != 0
+    assert BROKEN[source] in str(done.exception) + done.output
+    assert done.exception is None or isinstance(done.exception, UserError | SystemExit)
 
 
 LEAKY = '''

@@ -32,7 +32,19 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no stored benchmark: {error}") from None
     if not isinstance(stored, dict) or not isinstance(stored.get("rows"), list):
         raise UserError(f"{path} is no stored benchmark: it has no rows")
+    if not all(isinstance(row, dict) and {"case", "key", "side"} <= row.keys() for row in stored["rows"]):
+        raise UserError(f"{path} is no stored benchmark: a row lacks its case, key or side")
     return stored
+
+
+def check_target(path: Path) -> None:
+    """Refuse a file that ``store`` could not write, before anything is measured."""
+    if path.is_dir():
+        raise UserError(f"'{path}' is a folder; --out takes a file")
+    if not path.parent.is_dir():
+        raise UserError(f"the folder '{path.parent}' does not exist; make it first")
+    if path.exists():
+        read(path)
 
 
 def store(path: Path, result: dict[str, Any]) -> None:

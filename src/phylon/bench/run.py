@@ -30,6 +30,8 @@ def run(
     peer of the case, which then takes part and is what the others' ``speedup`` refers to. Every side of a cell is timed
     in each of ``rounds`` rounds, or for about ``seconds`` a cell.
     """
+    if rounds < 1 or not seconds > 0:
+        raise UserError(f"rounds must be at least 1 and seconds above 0, got {rounds} and {seconds}")
     found = find(name)
     peers = frozenset(_peer(found, against))
     planned = _chosen(found, only or {})
@@ -80,6 +82,10 @@ def _cell(
         if wanted is None or side in wanted:
             yield _row(name, plan.key, side) | {"refused": reason}
     kept = {s: call for s, call in cell.sides.items() if wanted is None or s in wanted or s == against}
+    unknown = [s for s in wanted or () if s not in cell.sides and s not in cell.refused]
+    if unknown:
+        sides = ", ".join((*cell.sides, *cell.refused))
+        raise UserError(f"'{name}' at {words(plan.key)} has no side '{unknown[0]}'; it has {sides}")
     if against is not None and against not in kept:
         raise UserError(f"'{name}' at {words(plan.key)} has no side '{against}'; it has {', '.join(cell.sides)}")
     right: dict[str, Callable[[], Any]] = {}

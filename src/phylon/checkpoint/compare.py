@@ -33,6 +33,12 @@ def compare(s: Subject, reference: Reference) -> list[Cell]:
         theirs = dict(reference(**inputs))
     except UserError as error:
         return [Cell(name="reference", passed=None, reason=str(error))]
+    except (Exception, SystemExit) as error:
+        return [Cell(name="reference", passed=False, reason=f"it fails: {type(error).__name__}: {error}")]
+    odd = [name for name, value in theirs.items() if not isinstance(value, Tensor)]
+    if odd or not theirs:
+        reason = f"its '{odd[0]}' is no tensor but {type(theirs[odd[0]]).__name__}" if odd else "it gives no value"
+        return [Cell(name="reference", passed=False, reason=reason)]
     # With PyTorch's own operations, as the reference computes: other kernels round otherwise, and are other cells.
     with native.without(), torch.no_grad(), record(s.model) as points:
         s.model(**inputs)

@@ -26,7 +26,7 @@ def bench(
     """Measure speed and memory; a side whose results are wrong has no speed."""
     from phylon.bench import all_cases, run
     from phylon.bench.machine import describe, line
-    from phylon.bench.report import compared, read, row_line, store
+    from phylon.bench.report import check_target, compared, read, row_line, store
     from phylon.spec.errors import UserError
 
     if name is None:
@@ -39,6 +39,8 @@ def bench(
         if not equals:
             raise UserError(f"--only takes KEY=VALUE, got '{given}'")
         chosen.setdefault(key, []).append(value)
+    if out is not None:
+        check_target(out)
     stored = read(Path(against)) if against is not None and Path(against).is_file() else None
     if not as_json:
         note(line(describe()))

@@ -26,6 +26,8 @@ _device = "cpu"
 class _OwnBias:
     """A score bias that only its owner knows."""
 
+    n_heads = 1
+
     def scores(self, query: Records, key: Records) -> Tensor:
         return (query.positions - key.positions).to(torch.float32)
 

@@ -105,8 +105,15 @@ def _from_file(path: Path, model: str) -> "Reference":
         raise UserError(f"--reference takes auto, transformers, none or a Python file; there is none at '{path}'")
     try:
         made: dict[str, Any] = runpy.run_path(str(path))
+        if not callable(made.get("reference")):
+            raise UserError(f"'{path}' defines no function reference(folder)")
+        found = made["reference"](model)
+    except UserError:
+        raise
     except ImportError as error:
         raise UserError(f"'{path}' needs the package '{error.name}', which is not installed") from None
-    if not callable(made.get("reference")):
-        raise UserError(f"'{path}' defines no function reference(folder)")
-    return made["reference"](model)
+    except (Exception, SystemExit) as error:
+        raise UserError(f"'{path}' fails: {type(error).__name__}: {' '.join(str(error).split()):.200}") from None
+    if not callable(found):
+        raise UserError(f"'{path}': reference(folder) must give a function, it gave {type(found).__name__}")
+    return found

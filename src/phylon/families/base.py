@@ -48,6 +48,11 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and (not isinstance(value, bool) or bool in kinds)
 
 
+def _as_float(value: Any) -> str:
+    """How a message shows a whole number that a builder has made a float of."""
+    return str(float(value)) if isinstance(value, int) and abs(value) < 2**53 else str(value)
+
+
 class Config:
     """A foreign configuration, read completely: every key is taken, expected, or ignored with a reason."""
 
@@ -133,7 +138,7 @@ class Config:
 
     def _holding(self, word: str, value: str) -> list[str]:
         """The keys of one value; of several those that share a part of their name with our word for it."""
-        keys = [k for k, v in self._taken if str(v) == value and not isinstance(v, bool)]
+        keys = [k for k, v in self._taken if not isinstance(v, bool) and value in (str(v), _as_float(v))]
         parts = {part.rstrip("s") for part in word.split("_")} - {"n", "d"}
         return [key for key in keys if any(part in key for part in parts)] or keys
 

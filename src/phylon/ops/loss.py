@@ -101,6 +101,7 @@ def linear_cross_entropy(
     The gradient of the scores is formed chunk by chunk in the forward pass (its scale is known: a sum), so peak memory
     beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32.
     """
+    _check(hidden, weight, bias, Targets.of(Targets(targets, weights, label_smoothing, z_loss)))
     dtype = compute_dtype(hidden)
     hidden, targets = hidden.flatten(0, -2).to(dtype), targets.flatten().long()
     weights = None if weights is None else weights.flatten()
@@ -108,6 +109,22 @@ def linear_cross_entropy(
     with as_given(hidden):
         total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options)
     return Loss(total, count)
+
+
+def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
+    """Kernels write where a target points."""
+    ids, n = targets.ids, len(weight)
+    if ids.shape != hidden.shape[:-1]:
+        raise UserError(f"targets are {tuple(ids.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
+    if weight.shape[1:] != hidden.shape[-1:] or (bias is not None and bias.shape != (n,)):
+        shapes = " and ".join(str(tuple(x.shape)) for x in (weight, bias) if x is not None)
+        raise UserError(f"weights {shapes} do not fit hidden states of width {hidden.shape[-1]}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise UserError(f"targets must be int64, got {ids.dtype}")
+    if ids.device.type == "cpu":  # on a GPU asking would cost a synchronisation
+        wrong = ids[((ids < 0) & (ids != IGNORE)) | (ids >= n)]
+        if len(wrong):
+            raise UserError(f"target id {int(wrong[0])} is out of range: the head has {n}, and {IGNORE} is ignored")
 
 
 class _Options(NamedTuple):

@@ -76,7 +76,9 @@ class Reference:
         ignored = call.targets < 0
         index = call.targets.clamp(min=0)[:, None]
         log_z = torch.logsumexp(scores, dim=-1, keepdim=True)
-        per_token = log_z - (1 - smoothing) * scores.gather(-1, index) - smoothing * scores.mean(-1, keepdim=True)
+        per_token = log_z - (1 - smoothing) * scores.gather(-1, index)
+        if smoothing:  # the mean is infinite where a bias masks scores, and 0 times that is no number
+            per_token = per_token - smoothing * scores.mean(-1, keepdim=True)
         per_token = (per_token + call.z_loss * log_z.square())[:, 0].masked_fill(ignored, 0)
         loss = per_token.sum() if call.weights is None else (per_token * call.weights).sum()
         if not call.grad:

@@ -15,6 +15,10 @@ class AlibiBias:
 
     slopes: Tensor
 
+    @property
+    def n_heads(self) -> int:
+        return len(self.slopes)
+
     def scores(self, query: Records, key: Records) -> Tensor:
         return -self.slopes[:, None, None] * (query.positions - key.positions).abs()
 
@@ -38,6 +42,10 @@ class BucketBias:
     table: Tensor
     max_distance: int
     both_sides: bool
+
+    @property
+    def n_heads(self) -> int:
+        return self.table.shape[1]
 
     def scores(self, query: Records, key: Records) -> Tensor:
         buckets = self.buckets(key.positions - query.positions)

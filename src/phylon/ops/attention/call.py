@@ -13,6 +13,11 @@ from phylon.spec.errors import UserError, check_rate
 class ScoreBias(Protocol):
     """A structured bias on the scores, added after the scale; never a stored T x S tensor."""
 
+    @property
+    def n_heads(self) -> int:
+        """The query heads H it is for, or 1 for any number."""
+        ...
+
     def scores(self, query: Records, key: Records) -> Tensor:
         """(B or 1, H, T, S) from records that broadcast, (B or 1, 1, T, 1) and (B or 1, 1, 1, S)."""
         ...
@@ -47,6 +52,8 @@ class AttentionCall:
             raise UserError(f"attention takes (B, T, H, E) tensors, got {q.ndim}, {k.ndim} and {v.ndim} dimensions")
         if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
             raise UserError(f"attention shapes do not fit: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        if q.shape[3] == 0:
+            raise UserError("attention needs heads of at least one number, got a width of 0")
         if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
             raise UserError(f"{q.shape[2]} query heads are no multiple of {k.shape[2]} key heads")
         if not (q.dtype == k.dtype == v.dtype):
@@ -56,8 +63,12 @@ class AttentionCall:
         if not (q.device == k.device == v.device):
             raise UserError(f"attention tensors are on different devices: q {q.device}, k {k.device}, v {v.device}")
         for name, side, length in (("query", self.query, q.shape[1]), ("key", self.key, k.shape[1])):
-            if side is not None and side.positions.shape[1] != length:
-                raise UserError(f"{name} records of {side.positions.shape[1]} tokens do not fit {length} of the tensor")
+            if side is not None:
+                _check_records(name, side, len(q), length)
+        if self.softcap is not None and not self.softcap > 0:
+            raise UserError(f"softcap must be above 0, got {self.softcap}")
+        if self.bias is not None and self.bias.n_heads not in (1, q.shape[2]):
+            raise UserError(f"the bias is for {self.bias.n_heads} heads, the call has {q.shape[2]}")
         if self.sink is not None and self.sink.shape != q.shape[2:3]:
             raise UserError(f"sink must be ({q.shape[2]},), one a head, got {tuple(self.sink.shape)}")
         if self.pattern.heads not in (1, q.shape[2]):
@@ -98,3 +109,12 @@ class AttentionCall:
             return None
         query, key = self.records()
         return self.bias.scores(query.as_queries(), key.as_keys())
+
+
+def _check_records(name: str, side: Records, batch: int, length: int) -> None:
+    """Kernels read every field by row and token. A call of no rows is how a backend keeps the rest of one."""
+    for found in (side.positions, side.segments, side.marks, side.lengths):
+        if found is not None and found.shape[1:] != (length,):
+            raise UserError(f"{name} records of {found.shape[-1]} tokens do not fit {length} of the tensor")
+        if found is not None and batch and len(found) not in (1, batch):
+            raise UserError(f"{name} records of {len(found)} rows do not fit {batch} of the tensor")

@@ -75,8 +75,8 @@ class Native:
             return _few(self.library, q, k, v, sink, call)
         bias, setting = _setting(call)
         if torch.is_grad_enabled() and _learns(q, k, v, sink, bias):
-            return _Attention.apply(self.library, q, k, v, sink, bias, setting)
-        return _forward(self.library, q, k, v, sink, bias, setting)[0]
+            return _Attention.apply(self.library, setting, q, k, v, sink, bias)
+        return _forward(self.library, setting, q, k, v, sink, bias)[0]
 
 
 class _Setting(NamedTuple):
@@ -101,15 +101,11 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any,
         library: Library,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sink: Tensor | None,
-        bias: Tensor | None,
         setting: _Setting,
+        *tensors: Any,
     ) -> Tensor:
-        out, lse = _forward(library, q, k, v, sink, bias, setting)
-        ctx.save_for_backward(q, k, v, sink, bias, out, lse)
+        out, lse = _forward(library, setting, *tensors)
+        ctx.save_for_backward(*tensors, out, lse)
         ctx.library, ctx.setting = library, setting
         return out
 
@@ -120,8 +116,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
         dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-        d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[4] else None
-        d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[5] else None
+        d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[5] else None
+        d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[6] else None
         gradients = (
             *(*_view(d_out), *_view(dq), *_view(dk), *_view(dv)),
             *(delta.data_ptr(), _address(sink), _address(d_sink), _address(bias), _address(d_bias)),
@@ -129,17 +125,11 @@ class _Attention(torch.autograd.Function):
         packed = _pack(q, k, v, out, lse, gradients, bias, ctx.setting)
         ctx.library.attention_backward(packed, _DTYPES[q.dtype])
         sums = (None if x is None else x.sum(0) for x in (d_sink, d_bias))
-        return None, dq, dk, dv, *sums, None
+        return None, None, dq, dk, dv, *sums
 
 
 def _forward(
-    library: Library,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    bias: Tensor | None,
-    setting: _Setting,
+    library: Library, setting: _Setting, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     out, lse = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype), torch.empty((b, h, t), dtype=torch.float32)
@@ -216,7 +206,7 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _learns(*tensors: Tensor | None) -> bool:
+def _learns(*tensors: Any) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
 
 

@@ -97,10 +97,10 @@ class Library:
             return "switched off by PHYLON_NATIVE=0"
         if compiler() is None:
             return f"no C++ compiler on this machine (looked for CXX, {', '.join(_COMPILERS)})"
-        if self.path.exists():
+        if whole(self.path):
             return None
         if self.failed.exists():
-            return self._without(self.form, self.failed.read_text(encoding="utf-8").strip())
+            return self._without(self.form, self.failed.read_text(encoding="utf-8", errors="replace").strip())
         if self._process is None:
             try:
                 self._process = self._make()
@@ -202,14 +202,39 @@ def pointer(tensor: Tensor | None) -> int | None:
 
 def compiler() -> str | None:
     """The C++ compiler: ``$CXX`` or the usual names."""
-    wanted = os.environ.get("CXX")
-    names = (wanted.split()[0],) if wanted else _COMPILERS
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((found for name in _wanted()[:1] or _COMPILERS if (found := shutil.which(name))), None)
+
+
+def _wanted() -> list[str]:
+    """The words of ``$CXX``: a compiler, or what starts it, and what it is always given."""
+    return os.environ.get("CXX", "").split()
+
+
+def whole(path: Path) -> bool:
+    """Whether a library lies at ``path`` as it was put there: loading a damaged one would end the process."""
+    try:
+        return path.with_suffix(".sum").read_bytes() == checksum(path)
+    except OSError:
+        return False
+
+
+def checksum(path: Path) -> bytes:
+    """Of the file's bytes, as it lies beside the library."""
+    return hashlib.blake2b(path.read_bytes()).hexdigest().encode()
 
 
 def flags() -> list[str]:
     """How the sources are compiled: for this very processor. ``-ffp-contract=fast`` is the fused multiply-add."""
-    common = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"]
+    common = [
+        *_wanted()[1:],
+        "-std=c++17",
+        "-O3",
+        "-fPIC",
+        "-shared",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-ffp-contract=fast",
+    ]
     # Apple's compiler has no OpenMP of its own; the kernels then run on one thread.
     return [*common, "-mcpu=native"] if sys.platform == "darwin" else [*common, "-march=native", "-fopenmp"]
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phylon.ops.native.library import Library, compiler, flags
+from phylon.ops.native.library import Library, checksum, compiler, flags, whole
 
 if sys.platform != "win32":
     import fcntl
@@ -21,12 +21,13 @@ def make(library: Library) -> str | None:
     """Compile and check ``library``, of one form; ``None``, or why not to use it, which is also written beside it."""
     path = library.path
     with _alone(path.with_suffix(".lock")):
-        if path.exists():
+        if whole(path):
             return None
         beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
         try:
             reason = library.forms[0].refusal() or _compile(library, beside) or _check(library, beside)
             if reason is None:
+                path.with_suffix(".sum").write_bytes(checksum(beside))
                 beside.replace(path)
             else:
                 note = beside.with_suffix(".note")

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phylon.spec.errors import UserError
+
 
 @dataclass
 class RotaryCall:
@@ -12,3 +14,10 @@ class RotaryCall:
     x: Tensor
     cosine: Tensor
     sine: Tensor
+
+    def __post_init__(self) -> None:
+        (batch, length, _, width), shape = self.x.shape, self.cosine.shape
+        if self.sine.shape != shape or self.cosine.dtype != self.sine.dtype:
+            raise UserError(f"cosines {tuple(shape)} and sines {tuple(self.sine.shape)} must be of one shape and dtype")
+        if len(shape) != 4 or shape[0] not in (1, batch) or shape[1:3] != (length, 1) or 2 * shape[3] > width:
+            raise UserError(f"rotary tables {tuple(shape)} do not fit {tuple(self.x.shape)}")

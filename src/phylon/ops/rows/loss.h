@@ -29,7 +29,7 @@ static void cross_entropy(float* scores, const float* bias, const int64_t* targe
         }
         float m = top[0];
         for (int i = 1; i < W; ++i) m = !(top[i] <= m) ? top[i] : m;
-        const float picked = row[target], average = sum(mean) / v, weight = weights ? weights[r] : 1.f;
+        const float picked = row[target], average = smoothing > 0 ? sum(mean) / v : 0.f, weight = weights ? weights[r] : 1.f;
         // exp(x - m) is at least 1e-38, so that summing it in f32 loses nothing but the far tail.
         vf s{};
         if (grad && !(cap > 0)) {
