@@ -19,8 +19,8 @@ class MetricsFile:
     "resumed", "kept", "end".
 
     A step's record holds ``step`` (updates done before it), ``loss`` (mean over its targets), ``lr``, ``grad_norm``
-    (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "end" holds the ``seconds`` in
-    all, with the evaluation, the samples and the checkpoint that follow the last step.
+    (before clipping), ``tokens`` (so far), ``tokens_per_s`` and ``seconds`` (so far). "skipped" holds the ``reason``.
+    "end" holds the ``seconds`` in all, with the evaluation, the samples and the checkpoint that follow the last step.
     """
 
     def __init__(self, path: Path) -> None:

@@ -20,14 +20,25 @@ from phylon.train.recipe import Recipe, recipe_to_toml
 MOST_EARLIER_SAMPLES = 8
 
 
-def write_report(out: Path, recipe: Recipe, model: Model, environment: Mapping[str, str]) -> Path:
-    """Write ``out/report.html`` from the run's log."""
-    page = report_page(out.resolve().name, list(read_metrics(out / "metrics.jsonl")), recipe, model, environment)
+def write_report(
+    out: Path, recipe: Recipe, model: Model, environment: Mapping[str, str], *, ended: str | None = None
+) -> Path:
+    """Write ``out/report.html`` from the run's log; ``ended`` says how the run did."""
+    records = list(read_metrics(out / "metrics.jsonl"))
+    page = report_page(out.resolve().name, records, recipe, model, environment, ended=ended)
     write_text(out / "report.html", page)
     return out / "report.html"
 
 
-def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, environment: Mapping[str, str]) -> str:
+def report_page(
+    name: str,
+    records: list[Record],
+    recipe: Recipe,
+    model: Model,
+    environment: Mapping[str, str],
+    *,
+    ended: str | None = None,
+) -> str:
     """The page of a run called ``name`` with the log ``records``."""
     records = _as_it_counted(records)
     steps, evals, samples = (_of_kind(records, kind) for kind in ("step", "eval", "samples"))
@@ -36,6 +47,7 @@ def report_page(name: str, records: list[Record], recipe: Recipe, model: Model, 
     body = [
         f"<header><h1>{escape(name)}</h1><p>{escape(_subtitle(recipe, n_params))}</p></header>",
         f'<div class="tiles">{figures}</div>',
+        _section("How it ended", f'<div class="card">{escape(ended)}</div>' if ended else ""),
         _section("Loss", f'<div class="card">{_loss_chart(steps, evals)}</div>' if steps else ""),
         _section("Final samples", "".join(f'<div class="card"><pre>{escape(t)}</pre></div>' for t in _final(samples))),
         _section("Samples while it learned", _earlier(samples)),
@@ -178,15 +190,9 @@ def _event(record: Record) -> str:
             f"{record['to']}, past batches {first} to {last}, at {record['slow']:g} of the rate until step "
             f"{record['slow_until']}"
         )
-    if "z_score" in record:
-        return f"skipped: the loss {record['loss']:.4g} was {record['z_score']:.1f} deviations above the median"
-    if "loss_scale" in record:
-        return f"skipped: fp16 overflowed, the loss scale is now {record['loss_scale']:g}"
-    return f"skipped: {_what(record['tensors'])} was not finite"
-
-
-def _what(tensors: list[str]) -> str:
-    return f"the gradient of {', '.join(tensors)}" if tensors else "the loss"
+    if record.get("tensors"):
+        return f"skipped: the gradient of {', '.join(record['tensors'])} was not finite"
+    return f"skipped: {record.get('reason', 'the log says why')}"
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:

@@ -1,6 +1,7 @@
 """``phylon.train``: a recipe (or a model's spec and data) to a trained model, its log, checkpoints and report."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,11 @@ def train(
 
     A ``ModelSpec`` trains with the default recipe around it. ``data`` replaces the recipe's source; ``overrides`` are
     dotted paths. Writes ``out/`` (``runs/<name>`` unless given): ``recipe.toml``, ``metrics.jsonl``, ``checkpoints/``,
-    ``model/`` and ``report.html``; with LoRA ``adapter/`` as well, and ``model/`` holds the merged weights. ``resume``
-    goes on from the latest checkpoint; a recipe that differs from the run's is refused with its differences unless
-    ``allow_changes``, and where nothing can make them on the way. ``fresh`` replaces the run in ``out`` once nothing is
-    found wrong with the new one and its data are prepared. A folder in which another process trains is refused.
+    ``model/`` and ``report.html``, which is there however the run ends after its first step; with LoRA ``adapter/`` as
+    well, and ``model/`` holds the merged weights. ``resume`` goes on from the latest checkpoint; a recipe that differs
+    from the run's is refused with its differences unless ``allow_changes``, and where nothing can make them on the way.
+    ``fresh`` replaces the run in ``out`` once nothing is found wrong with the new one and its data are prepared. A
+    folder in which another process trains is refused.
     ``sample`` gives texts of the model now and then (or none), where the objective does not.
 
     Raises UserError for every mistake in the above, and Interrupted after Ctrl-C, once the last step is saved.
@@ -97,10 +99,15 @@ def train(
                 world.from_first(lambda: note_files(source, out))
         if world.first:
             write_text(out / "recipe.toml", recipe_to_toml(wanted))
-        state = trainer.run()
-        model = trainer.whole_model()
-        averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
-        world.from_first(lambda: _write(trainer, model, averaged, wanted, out))
+            (out / "report.html").unlink(missing_ok=True)  # it says how the run ended before
+        try:
+            state = trainer.run()
+            model = trainer.whole_model()
+            averaged = trainer.whole_model(averaged=True) if trainer.ema is not None and trainer.ema.updates else None
+            world.from_first(lambda: _write(trainer, model, averaged, out))
+        except BaseException as error:
+            _report_early_end(trainer, out, error)
+            raise
     except UserError as error:
         if not isinstance(error, PeerLost):
             world.failed(error)  # before the others find this process gone
@@ -210,7 +217,7 @@ def _say(watchers: Sequence[Callback], message: str) -> None:
         watcher.said(message)
 
 
-def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recipe, out: Path) -> None:
+def _write(trainer: Trainer, model: Model, averaged: Model | None, out: Path) -> None:
     """The trained model, its adapter, the mean of its weights, the report."""
     model.eval()
     if averaged is not None:
@@ -220,7 +227,17 @@ def _write(trainer: Trainer, model: Model, averaged: Model | None, recipe: Recip
         save_adapter(model, out / "adapter", replace=True)
         merge_lora(model)
     save_model(model, out / "model")
-    write_report(out, recipe, model, trainer.environment)
+    write_report(out, trainer.recipe, model, trainer.environment, ended=trainer.ended())
+
+
+def _report_early_end(trainer: Trainer, out: Path, error: BaseException) -> None:
+    """The report of a run that ``error`` ends after its first step, if the disk takes it."""
+    if not trainer.world.first or not trainer.state.step:
+        return
+    known = isinstance(error, UserError | KeyboardInterrupt)
+    why = " ".join(str(error).split()) or "interrupted" if known else f"{type(error).__name__}: {error}"
+    with suppress(UserError, OSError):
+        write_report(out, trainer.recipe, trainer.model, trainer.environment, ended=trainer.ended(why))
 
 
 def _parameters(model: Model) -> str:

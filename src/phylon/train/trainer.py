@@ -73,6 +73,15 @@ class Trainer(Looks):
             torch.set_num_threads(self._threads_before)
         return self.state
 
+    def ended(self, why: str | None = None) -> str:
+        """How the run ended, in one line: of itself, or before its end for the reason ``why``."""
+        step, run = self.state.step, self.recipe.run
+        if why is not None:
+            return f"not of itself, after {step:,} of {self.state.total:,} steps: {why}"
+        if self.budget is None or step >= run.steps:
+            return f"finished, after all of its {step:,} steps"
+        return f"finished, after the {step:,} steps that run.max_minutes = {run.max_minutes:g} had time for"
+
     def _loop(self, stop: StopRequest) -> None:
         self.model.train()
         if self.state.step == 0 and "from" in self.recipe.model:
@@ -208,7 +217,8 @@ class Trainer(Looks):
             self.optimizer.drop()
             state.idle += 1
             self._reason = f"the scaled gradient of {names[0]} is too large for fp16"
-            self._log({"kind": "skipped", "step": state.step, "tensors": [], "loss_scale": scale.value})
+            record: Record = {"kind": "skipped", "step": state.step, "reason": self._reason}
+            self._log(record | {"tensors": [], "loss_scale": scale.value})
             return True
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         what = f"the gradient of {shown}" if names else "the loss"
@@ -237,7 +247,7 @@ class Trainer(Looks):
         state.skipped += 1
         state.idle += 1
         state.skipped_in_row += 1
-        self._log({"kind": "skipped", "step": state.step, **record})
+        self._log({"kind": "skipped", "step": state.step, "reason": reason, **record})
         self._say(f"step {state.step} skipped: {reason}")
         self._reason, self._fix = reason, "lower optim.lr, or look at the data"
 
