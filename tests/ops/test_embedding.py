@@ -60,6 +60,48 @@ def test_rows_go_into_the_heads_own_gradient() -> None:
     assert weight.grad[:, 0].tolist() == [1, 3, 0, 3, 0, 0, 1]
 
 
+def two_looks(look, weight: Tensor) -> Tensor:
+    """A loss of an encoder-decoder whose one table is read twice and scores at the end."""
+    source, table = look(IDS[:, :2], weight)
+    x, table = look(IDS, table)
+    if look is embedding and weight.device.type == "cpu":
+        assert table is not weight
+    return linear_cross_entropy(x.tanh() + source.sin().sum(1, keepdim=True), table, IDS).sum
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_table_that_is_read_twice_has_one_gradient(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(7, 5).to(dtype)
+    found = []
+    for look in (embedding, pytorchs):
+        leaf = nn.Parameter(weight.clone())
+        two_looks(look, leaf).backward()
+        found.append(leaf.grad)
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-6, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
+    places: list[int] = []
+    leaf = nn.Parameter(weight.clone())
+    source, table = embedding(IDS[:1], leaf)
+    x, table = embedding(IDS, table)
+    (Head.apply(x, table, places) + source.sum()).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.data_ptr() == places[0], "all rows are in the head's own gradient"
+    assert leaf.grad[:, 0].tolist() == [2, 4, 0, 5, 0, 0, 1]
+
+
+def test_parts_of_a_table_that_is_read_twice_may_be_missing() -> None:
+    leaf = nn.Parameter(torch.randn(7, 5))
+    source, table = embedding(IDS[:1], leaf)
+    x, table = embedding(IDS, table)
+    for loss, counts in ((source, [1, 1, 0, 2, 0, 0, 0]), (x, [1, 3, 0, 3, 0, 0, 1]), (source.sum() + x, None)):
+        (grad,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)
+        if counts is not None:
+            assert grad[:, 0].tolist() == counts
+    (grad,) = torch.autograd.grad(table.sum(), leaf)
+    assert torch.equal(grad, torch.ones_like(leaf))
+
+
 def test_a_sum_in_bf16_is_rounded_once() -> None:
     weight = nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
     Head.apply(*embedding(torch.zeros(1000, dtype=torch.int64), weight), []).backward()
@@ -103,6 +145,16 @@ def test_second_derivatives_and_function_transforms_are_pytorchs() -> None:
         return torch.autograd.grad(first.square().sum(), leaf)[0]
 
     torch.testing.assert_close(second(embedding), second(pytorchs))
+
+    def chained(look) -> Tensor:
+        leaf = nn.Parameter(weight)
+        source, table = look(IDS[:1], leaf)
+        x, table = look(IDS, table)
+        loss = (x @ table.T).pow(3).sum() + (source.pow(2).sum() * x).pow(2).sum()
+        (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(chained(embedding), chained(pytorchs))
     looks = (embedding, pytorchs)
     ours, theirs = (torch.func.grad(lambda given, look=look: value(look, given))(weight) for look in looks)
     torch.testing.assert_close(ours, theirs)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from phylon.layers.context import Context
 from phylon.layers.state import State
+from phylon.ops.embedding import embedding
 from phylon.ops.linear import is_few, linears
 from phylon.spec.base import Init, Role
 
@@ -77,10 +78,17 @@ class Linear(Part, nn.Linear):
 
 def is_plain(*modules: nn.Module | None) -> bool:
     """Whether these are linear maps as built, so that an op may use their weights: no wrapper, no hook."""
-    return all(type(m) is Linear and not _hooked(m) for m in modules if m is not None)
+    return all(type(m) is Linear and not hooked(m) for m in modules if m is not None)
 
 
-def _hooked(module: nn.Module) -> bool:
+def is_map(module: nn.Module) -> bool:
+    """Whether ``x W^T + b``, with the weight that it shows, is all a module does: as built, adapted, parametrised."""
+    linear = isinstance(module, Linear) or type(module) is nn.Linear
+    return linear and "forward" not in vars(module) and not hooked(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether a hook wants to see what goes through ``module``."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -101,3 +109,11 @@ class Embedding(Part, nn.Embedding):
 
     def init_parameters(self, init: InitContext) -> None:
         init.draw(self.weight, "embed")
+
+    def forward(self, input: Tensor, tables: dict[Tensor, Tensor] | None = None) -> Tensor:
+        """The vectors (..., D) of ids. In ``tables``, the context's, the table is left for heads that share it."""
+        if tables is None:
+            return super().forward(input)
+        weight = self.weight
+        vectors, tables[weight] = embedding(input, tables.get(weight, weight))
+        return vectors

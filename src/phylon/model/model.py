@@ -207,7 +207,7 @@ class Model(Part):
         if len(source) != ctx.batch_size:
             raise UserError(f"source has {len(source)} rows, tokens {ctx.batch_size}; they must agree")
         own = self._context(source.shape, source.device, segments, None, None, None, None)
-        own.aux = ctx.aux
+        own.aux, own.tables = ctx.aux, ctx.tables
         ctx.memory = self.encoder(source, None, own)
         if ctx.state is not None:
             ids = torch.ones_like(source) if segments is None else segments

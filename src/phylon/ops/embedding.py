@@ -13,7 +13,8 @@ def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     In training on a CPU both are of one node of the graph. Its backward pass adds the embedding's rows, those of equal
     ids summed in at least fp32 and in the order of the ids, into the gradient that comes from the head, so that none of
     the embedding's own lies beside that. It is changed in place: give the second result to nothing but
-    ``linear_cross_entropy``, whose gradient is nobody else's.
+    ``linear_cross_entropy``, whose gradient is nobody else's, or to ``embedding`` again, as a decoder does with the
+    table of its encoder: the rows of both go into the head's gradient.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()

@@ -6,7 +6,6 @@ from torch import Tensor
 from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.part import Embedding, Part
-from phylon.ops.embedding import embedding
 from phylon.spec.base import Embed, Mechanism, Norm, Position
 from phylon.spec.errors import UserError, check_rate
 from phylon.spec.registry import build, register
@@ -47,9 +46,9 @@ class TokenEmbedModule(Part):
         """``tokens`` (B, T), or their vectors ``embeds`` (B, T, D) in place of the table's."""
         if embeds is None:
             assert tokens is not None
-            weight = self.tokens.weight
             ids = _in_range(tokens, self.spec.vocab_size, "token id", "the vocabulary")
-            embeds, ctx.tables[weight] = embedding(ids, weight)
+            own = getattr(self.tokens.forward, "__func__", None) is Embedding.forward  # else somebody's in its place
+            embeds = self.tokens(ids, tables=ctx.tables) if own else self.tokens(ids)
         x = embeds if self.spec.scale is None else embeds * self.spec.scale
         if self.types is not None:
             x = x + self._type_vectors(ctx)
@@ -63,7 +62,7 @@ class TokenEmbedModule(Part):
     def _type_vectors(self, ctx: Context) -> Tensor:
         assert self.types is not None
         if ctx.types is None:
-            return self.types.weight[0]
+            return self.types(ctx.records.positions.new_zeros(1, 1))
         return self.types(_in_range(ctx.types, self.types.num_embeddings, "type", "the model"))
 
 

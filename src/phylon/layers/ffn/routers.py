@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phylon.layers.part import InitContext, Linear, Part
+from phylon.layers.part import InitContext, Linear, Part, is_map
 from phylon.spec.base import Mechanism, Slot
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -106,6 +106,8 @@ class RouterModule(Part):
             x = x * torch.empty_like(x).uniform_(1 - self.jitter, 1 + self.jitter)
         bias = None if self.proj.bias is None else self.proj.bias.to(dtype)
         with _no_autocast(x.device.type):
+            if not is_map(self.proj):
+                return self.proj(x.to(self.proj.weight.dtype)).to(dtype)
             return F.linear(x, self.proj.weight.to(dtype), bias)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.heads.pools import First, Last, Mean
 from phylon.layers.norms import LayerNorm
-from phylon.layers.part import Linear, Part
+from phylon.layers.part import Linear, Part, is_map
 from phylon.ops.activation import ACTIVATIONS, check_activation
 from phylon.ops.loss import IGNORE, Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism, Norm, Pool
@@ -182,6 +182,9 @@ class MaskedLMModule(Part):
         asked = targets != IGNORE
         weights = None if weights is None else weights[asked]
         hidden, targets = hidden[asked], targets[asked]
+        if not is_map(self.proj):
+            scores = self(hidden, ctx)
+            return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights, z_loss=z_loss)
         return linear_cross_entropy(
             self.transform(hidden),
             ctx.tables.get(self.proj.weight, self.proj.weight),

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from phylon.layers.context import Context
-from phylon.layers.part import Linear, Part
-from phylon.ops.loss import Loss, Targets, linear_cross_entropy
+from phylon.layers.part import Linear, Part, is_map
+from phylon.ops.loss import Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
@@ -47,8 +47,11 @@ class LMHeadModule(Part):
         return logits
 
     def loss(self, hidden: Tensor, targets: Tensor | Targets, ctx: Context) -> Loss:
-        """Summed cross-entropy and its count, without the (B, T, V) logits."""
+        """Summed cross-entropy and its count, without the (B, T, V) logits where ``proj`` is a linear map alone."""
         targets, weights, smoothing, z_loss = Targets.of(targets)
+        if not is_map(self.proj):
+            scores = self(hidden, ctx)
+            return cross_entropy(scores, targets, label_smoothing=smoothing, weights=weights, z_loss=z_loss)
         hidden = hidden if self.spec.scale is None else hidden * self.spec.scale
         weight, bias = ctx.tables.get(self.proj.weight, self.proj.weight), self.proj.bias
         softcap = self.spec.softcap

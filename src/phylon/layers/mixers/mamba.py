@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
-from phylon.layers.part import InitContext, Linear, Part
+from phylon.layers.part import InitContext, Linear, Part, hooked
 from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
 from phylon.ops.scan import StepCall, causal_conv, mamba_step, selective_scan
@@ -109,9 +109,10 @@ class MambaModule(Part):
 
     def _steps(self, x: Tensor, ctx: Context) -> bool:
         """Whether this is one plain token, of which nobody wants to see the parts, through maps that are only maps."""
-        breaks, maps = boundaries(ctx), (self.x_proj, self.dt_proj)
+        breaks, parts = boundaries(ctx), (self.conv, self.x_proj, self.dt_proj)
         plain = x.shape[1] == 1 and breaks.resets is None and breaks.real is None and ctx.taps is None
-        return plain and self._has_step and (type(maps[0]), type(maps[1])) == (Linear, StepProjection)
+        as_built = tuple(map(type, parts)) == (CausalConv, Linear, StepProjection) and not any(map(hooked, parts))
+        return plain and self._has_step and as_built
 
     @property
     def _has_step(self) -> bool:

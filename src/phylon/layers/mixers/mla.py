@@ -5,7 +5,7 @@ from torch import Tensor
 
 from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
-from phylon.layers.part import Linear, Part
+from phylon.layers.part import Linear, Part, is_map
 from phylon.layers.positions.rotary import Rotary, Rotation
 from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
@@ -97,7 +97,8 @@ class MLAModule(Part):
             assert isinstance(part, KVState)
             c, k_rope, key = part.append(c, k_rope, ctx.state)
             query = None if key is None else ctx.records
-            if ctx.taps is None and self.absorbing_pays(x.shape[1], c.shape[1]):
+            maps = ctx.taps is None and is_map(self.k_b_proj) and is_map(self.v_b_proj)
+            if maps and self.absorbing_pays(x.shape[1], c.shape[1]):
                 return self.o_proj(self.absorbed(q_nope, q_rope, c, k_rope, query, key).flatten(-2))
         z = self.expanded(q_nope, q_rope, c, k_rope, query, key, ctx)
         return self.o_proj(self.tap(ctx, "z", z).flatten(-2))
