@@ -80,3 +80,13 @@ def test_names_of_classes_are_saved_and_shown(tmp_path, capfd):
         assert row["label"] == max(row["probabilities"], key=row["probabilities"].get)
     assert main(["score", str(folder), "--text", "the cat"]) == 0
     assert capfd.readouterr().out.split()[:3] == ["class", "probability", "text"]
+
+
+def test_a_question_may_be_given_with_its_context_as_a_pair(tmp_path, capfd):
+    folder = trained("answers", 0, tmp_path)
+    found = []
+    for second in ("--pair", "--text"):
+        capfd.readouterr()
+        assert main(["score", str(folder), "--text", "who?", second, "the cat sat", "--json"]) == 0
+        found.append(json.loads(capfd.readouterr().out)["answers"])
+    assert found[0] == found[1]

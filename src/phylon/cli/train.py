@@ -87,7 +87,7 @@ def train(
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several processes speaks
     note(f"model: {out / 'model'}, report: {out / 'report.html'}")
-    note(f"try: {_next_command(result.model, out / 'model', prompt or [])}")
+    note(f"try: {_next_command(result.model, out / 'model', prompt or [], pairs=_reads_pairs(loaded.objective))}")
 
 
 def _sampler(prompts: list[str]) -> Any:
@@ -137,7 +137,12 @@ def writes_text(model: Any) -> bool:
     return model.tokenizer is not None and model.decoder is not None and hasattr(head, "vocab_size")
 
 
-def _next_command(model: Any, folder: Path, prompts: list[str]) -> str:
+def _reads_pairs(objective: Any) -> bool:
+    """Whether the model has been taught pairs of texts."""
+    return getattr(objective, "pair", None) is not None
+
+
+def _next_command(model: Any, folder: Path, prompts: list[str], *, pairs: bool) -> str:
     """A command that shows what the trained model does, by its kind."""
     from phylon.generate import classifier, taught
 
@@ -151,10 +156,11 @@ def _next_command(model: Any, folder: Path, prompts: list[str]) -> str:
         first = prompts[0] if prompts else first_prompt(model.tokenizer)
         shown = shlex.quote(first if isinstance(first, str) else model.tokenizer.decode(first))
         return f"phylon generate {where} --prompt {shown}"
+    second = " --pair 'another text'" if pairs else ""
     if model.decoder is None and classifier(model) is not None:
-        return f"phylon score {where} --text {said}"
+        return f"phylon score {where} --text {said}{second}"
     if (task := taught(model)) is not None:
-        asked = f"{said} --text 'what it is asked of'" if task == "answers" else said
+        asked = f"{said} --text 'what it is asked of'" if task == "answers" else said + second
         return f"phylon score {where} --text {asked}"
     if model.encoder is None or model.decoder is None:
         return f"phylon encode {where} --text {said}"

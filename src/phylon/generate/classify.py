@@ -1,18 +1,18 @@
 """Classes of texts, by the names that the model has been taught."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 
-from phylon.generate.encode import batches, check_lengths, padded, shortened
+from phylon.generate.encode import batches, check_lengths, has_types, joined, padded, shortened
 from phylon.model import Model
 from phylon.spec.base import Head
 from phylon.spec.errors import UserError, check_size
 
 
 class Classified(TypedDict):
-    """The likeliest class of a text, and the probability of each by name; ready for JSON.
+    """The likeliest class of a text (or of a pair), and the probability of each by name; ready for JSON.
 
     They sum to 1, but for a model whose texts may be of several classes at once, where each has its own.
     """
@@ -20,6 +20,7 @@ class Classified(TypedDict):
     text: str
     label: str
     probabilities: dict[str, float]
+    pair: NotRequired[str]
 
 
 def classifier(model: Model) -> str | None:
@@ -31,14 +32,21 @@ def classifier(model: Model) -> str | None:
 
 @torch.inference_mode()
 def classify(
-    model: Model, texts: Sequence[str], *, max_tokens: int | None = None, batch_tokens: int = 4096
+    model: Model,
+    texts: Sequence[str],
+    pairs: Sequence[str] | None = None,
+    *,
+    max_tokens: int | None = None,
+    batch_tokens: int = 4096,
 ) -> list[Classified]:
     """The class of each text, in order. Classes without names (``model.labels``) are called by their numbers.
 
     A model whose config says ``problem_type`` "multi_label_classification" (``model.kept``) judges each class apart, by
     a sigmoid; every other one by a softmax over all.
 
-    ``max_tokens`` shortens a text as ``encode`` does; without it a text longer than the model's positions is refused.
+    ``pairs`` holds a second text for each, for a model that was taught pairs. ``max_tokens`` shortens a text as
+    ``encode`` does, and two as ``data.seq_len`` does in training: at the ends, of the longer text first; without it a
+    text longer than the model's positions is refused.
 
     Raises:
         UserError: no head with classes of texts, no tokenizer, an empty text, a text that is too long.
@@ -54,13 +62,20 @@ def classify(
     check_size("batch_tokens", batch_tokens)
     n_classes: int = model.spec.heads[head].n_classes  # type: ignore[attr-defined]
     names = model.labels.get(head, tuple(map(str, range(n_classes))))
-    rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    types: list[list[int]] | None = None
+    if pairs is None:
+        rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    else:
+        joints = joined(model.tokenizer, texts, pairs, max_tokens)
+        rows = [joint.ids for joint in joints]
+        types = [joint.types for joint in joints] if has_types(model.spec) else None
     check_lengths(rows, model.spec.max_seq_len)
     several = model.kept.get("problem_type") == "multi_label_classification"
     shares = torch.empty(len(rows), n_classes)
     for chosen in batches([len(ids) for ids in rows], batch_tokens):
         tokens, segments = padded([rows[i] for i in chosen], model.device)
-        scores = model(tokens, segments=segments).heads[head].float()
+        of_types = None if types is None else padded([types[i] for i in chosen], model.device)[0]
+        scores = model(tokens, segments=segments, types=of_types).heads[head].float()
         shares[chosen] = (scores.sigmoid() if several else scores.softmax(-1)).cpu()
     found = []
     for text, row in zip(texts, shares.tolist(), strict=True):
@@ -70,6 +85,8 @@ def classify(
             before = shares_by_name.get(name, 0.0)
             shares_by_name[name] = max(before, share) if several else before + share
         found.append(Classified(text=text, label=names[likeliest], probabilities=shares_by_name))
+    for classified, pair in zip(found, pairs or (), strict=False):
+        classified["pair"] = pair
     return found
 
 

@@ -6,8 +6,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from phylon.model import Model
+from phylon.model import Model, ModelSpec
 from phylon.spec.errors import UserError, check_size
+from phylon.text import Tokenizer
+from phylon.text.tokenizer import Joint
 
 Pooling = Literal["mean", "first", "last"]
 FAIR = 512
@@ -77,6 +79,23 @@ def shortened(ids: list[int], most: int | None) -> list[int]:
     if most < 2:
         raise UserError(f"max_tokens must be at least 2, got {most}")
     return [*ids[: most - 1], ids[-1]]
+
+
+def joined(
+    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_tokens: int | None
+) -> list[Joint]:
+    """What is read of each text, or of each with the second text ``pairs`` has for it; cut as for fine-tuning."""
+    if pairs is not None and (isinstance(pairs, str) or len(pairs) != len(texts)):
+        count = 1 if isinstance(pairs, str) else len(pairs)
+        raise UserError(f"{len(texts)} texts and {count} to read with them; give one for each")
+    seconds = [None] * len(texts) if pairs is None else pairs
+    found = [tokenizer.encode_joint(text, second) for text, second in zip(texts, seconds, strict=True)]
+    return found if max_tokens is None else [joint.shortened(max_tokens) for joint in found]
+
+
+def has_types(spec: ModelSpec) -> bool:
+    """Whether the embedding tells two texts apart."""
+    return (getattr(spec.last_stack.embed, "n_types", 0) or 0) > 1
 
 
 def check_lengths(rows: list[list[int]], most: int | None) -> None:

@@ -1,12 +1,12 @@
 """What a fine-tuned encoder says of a text: a number, the class of every word, where a question is answered in it."""
 
 from collections.abc import Sequence
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
 
-from phylon.generate.encode import check_lengths, padded
+from phylon.generate.encode import check_lengths, has_types, joined, padded
 from phylon.layers.heads.classify import Classify, Span
 from phylon.model import Model
 from phylon.spec.base import Head
@@ -18,10 +18,11 @@ MOST_ANSWER = 30  # tokens, as in BERT's released code
 
 
 class Rated(TypedDict):
-    """The number that a text is given."""
+    """The number that a text is given, or one with a second text."""
 
     text: str
     score: float
+    pair: NotRequired[str]
 
 
 class Word(TypedDict):
@@ -63,11 +64,20 @@ def _task(head: Head) -> Literal["scores", "words", "answers"] | None:
 
 
 @torch.inference_mode()
-def rate(model: Model, texts: Sequence[str]) -> list[Rated]:
-    """The number of every text, of a model trained with ``text_scores``."""
+def rate(
+    model: Model, texts: Sequence[str], pairs: Sequence[str] | None = None, *, max_tokens: int | None = None
+) -> list[Rated]:
+    """The number of every text, of a model trained with ``text_scores``.
+
+    ``pairs`` holds a second text for each, for a model that was taught pairs. ``max_tokens`` cuts what is longer, as
+    ``data.seq_len`` does in training: at the ends, of the longer text first.
+    """
     head, tokenizer = _head(model, "scores")
-    scores = _scores(model, head, [tokenizer.encode_joint(text) for text in texts])
-    return [Rated(text=text, score=float(row[0])) for text, row in zip(texts, scores, strict=True)]
+    scores = _scores(model, head, joined(tokenizer, texts, pairs, max_tokens))
+    found = [Rated(text=text, score=float(row[0])) for text, row in zip(texts, scores, strict=True)]
+    for rated, pair in zip(found, pairs or (), strict=False):
+        rated["pair"] = pair
+    return found
 
 
 @torch.inference_mode()
@@ -146,10 +156,6 @@ def _scores(model: Model, head: str, joints: Sequence[Joint]) -> list[Tensor]:
     found = []
     for joint in joints:
         tokens, segments = padded([joint.ids], model.device)
-        more = {"types": torch.tensor([joint.types], device=model.device)} if _has_types(model) else {}
+        more = {"types": torch.tensor([joint.types], device=model.device)} if has_types(model.spec) else {}
         found.append(model(tokens, segments=segments, **more).heads[head][0].float().cpu())
     return found
-
-
-def _has_types(model: Model) -> bool:
-    return (getattr(model.spec.last_stack.embed, "n_types", 0) or 0) > 1

@@ -43,6 +43,20 @@ class Joint(NamedTuple):
             spans=[self.spans[i] for i in places],
         )
 
+    def shortened(self, most: int) -> Joint:
+        """At most ``most`` ids: the ends of the texts are cut, of the longer one first; what was added stays.
+
+        BERT (arXiv:1810.04805), released code (``_truncate_seq_pair``).
+        """
+        stays = set(range(len(self.ids)))
+        places = [[i for i, text in enumerate(self.texts) if text == which] for which in (0, 1)]
+        for _ in range(len(self.ids) - most):
+            longer = places[0] if len(places[0]) > len(places[1]) else places[1]
+            if len(longer) <= 1:
+                raise UserError(f"{most} tokens leave no room for a text beside what the tokenizer adds")
+            stays.discard(longer.pop())
+        return self.keep(sorted(stays))
+
 
 class Tokenizer:
     """Text to ids and back.

@@ -12,6 +12,7 @@ from phylon.data.labelled import GivesRecords
 from phylon.data.passed import Empty, usable
 from phylon.data.split import split_records
 from phylon.data.table import value_of
+from phylon.generate.encode import has_types
 from phylon.model import ModelSpec
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
@@ -136,18 +137,11 @@ def padded_batches(
 
 
 def shortened(joint: Joint, most: int) -> Joint:
-    """At most ``most`` ids: the ends of the texts are cut, of the longer one first; what was added stays.
-
-    BERT (arXiv:1810.04805), released code (``_truncate_seq_pair``).
-    """
-    stays = set(range(len(joint.ids)))
-    places = [[i for i, text in enumerate(joint.texts) if text == which] for which in (0, 1)]
-    for _ in range(len(joint.ids) - most):
-        longer = places[0] if len(places[0]) > len(places[1]) else places[1]
-        if len(longer) <= 1:
-            raise UserError(f"data.seq_len {most} leaves no room for a text beside what the tokenizer adds")
-        stays.discard(longer.pop())
-    return joint.keep(sorted(stays))
+    """``joint.shortened(most)``, in words of the recipe where there is no room."""
+    try:
+        return joint.shortened(most)
+    except UserError:
+        raise UserError(f"data.seq_len {most} leaves no room for a text beside what the tokenizer adds") from None
 
 
 def text_arrays(tokenizer: Tokenizer, spec: ModelSpec, text: str, pair: str | None, most: int, where: str) -> Arrays:
@@ -165,11 +159,6 @@ def joint_arrays(joint: Joint, spec: ModelSpec, where: str) -> Arrays:
     if has_types(spec):
         found["types"] = np.array(joint.types, np.int64)
     return found
-
-
-def has_types(spec: ModelSpec) -> bool:
-    """Whether the embedding tells two texts apart."""
-    return (getattr(spec.last_stack.embed, "n_types", 0) or 0) > 1
 
 
 def inputs(batch: Batch) -> dict[str, Any]:
