@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from phylon import hub
-from phylon.train import latest_checkpoint, read_metrics
+from phylon.train import latest_checkpoint, read_metrics, world
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -178,6 +179,68 @@ def test_a_mistake_is_told_once_and_ends_all(tmp_path, what):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["an option", "the folder", "the steps"])
+def test_a_mistake_is_told_by_the_first_where_the_launcher_shares_no_store(tmp_path, what):
+    more, words = MISTAKES[what]
+    processes = start(tmp_path / "run", 3, *more)
+    said = [process.communicate(timeout=150)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2, 2], said
+    lines = [[line for line in text.splitlines() if line.startswith("phylon: ")] for text in said]
+    assert [len(found) for found in lines] == [1, 0, 0], said
+    assert words in lines[0][0]
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """The store of a launcher of three processes; ``store(rank)`` makes this process one of them."""
+    number = port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(world, "_FIRST_WAIT", timedelta(seconds=0.5))
+    monkeypatch.setattr(world, "_STORE_WAIT", timedelta(seconds=0.5))
+    kept = torch.distributed.TCPStore("127.0.0.1", number, is_master=True, wait_for_workers=False)
+    yield lambda rank: monkeypatch.setenv("RANK", str(rank))
+    del kept
+
+
+def test_the_first_process_says_what_all_find_and_another_what_it_alone_does(store):
+    store(0)
+    assert not world.said_elsewhere("the same")
+    for rank in (1, 2):
+        store(rank)
+        assert world.said_elsewhere("the same")
+    assert not world.said_elsewhere("its own"), "the first has not said it"
+    store(1)
+    assert world.said_elsewhere("its own"), "another one has"
+    for rank in (0, 1, 2):
+        store(rank)
+        assert world.said_elsewhere("one is gone", lost=True), "there is a reason already"
+
+
+def test_that_a_process_is_gone_is_told_once_too(store):
+    store(2)
+    assert not world.said_elsewhere("one is gone", lost=True), "the first has gone or does not notice"
+    store(0)
+    assert not world.said_elsewhere("another one is gone", lost=True)
+    store(1)
+    assert world.said_elsewhere("another one is gone", lost=True)
+
+
+def test_without_a_store_the_first_speaks(monkeypatch):
+    for name in ("_STORE_WAIT", "_HERE_WAIT"):
+        monkeypatch.setattr(world, name, timedelta(seconds=0.2))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port()))
+    spoken = []
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("RANK", rank)
+        spoken.append((world.said_elsewhere("a mistake"), world.said_elsewhere("one is gone", lost=True)))
+    assert spoken == [(False, False), (True, False), (True, True)]
+
+
+@pytest.mark.slow
 def test_a_mistake_of_one_process_alone_is_told_by_it(tmp_path):
     """The other one, which finds it gone, has nothing to add, and does not wait for it."""
     text = RECIPE.replace("[run]", "[run]\nbest = 'loss'")
@@ -195,7 +258,8 @@ def test_a_mistake_of_one_process_alone_is_told_by_it(tmp_path):
     said = [process.communicate(timeout=100)[1] for process in processes]
     assert [process.returncode for process in processes] == [2, 2], said
     lines = [line for text in said for line in text.splitlines() if line.startswith("phylon: ")]
-    assert lines == ["phylon: the disk of this process cannot be read"], said
+    assert lines == ["phylon: process 1: the disk of this process cannot be read"], said
+    assert lines[0] in said[1]
 
 
 @pytest.mark.slow

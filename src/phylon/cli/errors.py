@@ -50,13 +50,19 @@ def reported(command: Callable[[], object]) -> int:
 
 
 def _say(error: BaseException, line: str, code: int) -> int:
-    if os.environ.get("WORLD_SIZE", "1") == "1" or not _said_elsewhere(error, line):
+    if os.environ.get("WORLD_SIZE", "1") == "1":
         print(f"phylon: {' '.join(line.split())}", file=sys.stderr, flush=True)
+    elif not _said_elsewhere(error, line):
+        rank = os.environ.get("RANK", "0")
+        alone = "" if rank == "0" else f"process {rank}: "
+        print(f"phylon: {alone}{' '.join(line.split())}", file=sys.stderr, flush=True)
     return code
 
 
 def _said_elsewhere(error: BaseException, line: str) -> bool:
-    """Whether another process of the same ``torchrun`` has said it."""
+    """Whether another process of the same start says it: the first, unless this one alone is concerned."""
+    if isinstance(error, KeyboardInterrupt | typer.Abort):  # all of them are stopped
+        return os.environ.get("RANK", "0") != "0"
     from phylon.train.world import PeerLost, said_elsewhere
 
     found = getattr(error, "said_elsewhere", None)

@@ -36,8 +36,8 @@ class World:
         return self.rank == 0
 
     def failed(self, error: UserError) -> None:
-        """Note that this process ends with ``error``, and whether another one has said the same."""
-        if self.size > 1:
+        """Note that this process ends with ``error``, and whether another one says the same."""
+        if self.size > 1 and not hasattr(error, "said_elsewhere"):
             error.said_elsewhere = said_elsewhere(str(error))  # type: ignore[attr-defined]
 
     def sum(self, values: list[float]) -> list[float]:
@@ -71,7 +71,9 @@ class World:
         if error is not None:
             raise error
         if made[1] is not None:
-            raise UserError(made[1])
+            found = UserError(made[1])
+            found.said_elsewhere = True  # type: ignore[attr-defined]
+            raise found
         return made[0]
 
     def one_after_the_other(self, make: Callable[[bool], T]) -> T:
@@ -124,25 +126,44 @@ def lost_peer(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or any(sign in str(error).lower() for sign in _LOST)
 
 
-_STORE_WAIT = timedelta(seconds=5)
+_HERE_WAIT = timedelta(seconds=1)  # for a store that is there, or gone
+_STORE_WAIT = timedelta(seconds=15)  # how much later than another process the first one may begin
+_FIRST_WAIT = timedelta(seconds=5)  # how much later it may find the same mistake
 
 
 def said_elsewhere(line: str, *, lost: bool = False) -> bool:
-    """Whether another process of this start has said ``line`` before; if not, it counts as said by this one.
+    """Whether another process of this start says ``line``; if not, this one is to say it.
 
-    What one process says, and what all of them find, is told once. ``lost``: ``line`` only says that a process is gone,
-    so that anything said elsewhere is enough. The processes know of each other by the store of their launcher, which
-    is there before they meet and after they have parted; without one, each says what it has to say.
+    The first process says what all of them find, another one what it alone does. ``lost``: ``line`` only says that a
+    process is gone, so that anything said elsewhere is enough. The processes know of each other by the store of their
+    launcher, which is there before they meet and after they have parted. Where it shares none there is that of the
+    first process, which is gone with it: then the first has ended, and told why.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
+    rank = os.environ.get("RANK", "0")
     start = f"phylon/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    said = f"{start}/{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}"
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=_STORE_WAIT)
+        wait = _HERE_WAIT if rank == "0" or lost else _STORE_WAIT
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=wait)
         if lost and store.add(start, 0):
             return True
-        store.add(start, 1)
-        return store.add(f"{start}/{hashlib.blake2b(line.encode(), digest_size=8).hexdigest()}", 1) > 1
+        if not lost:
+            store.add(start, 1)
+        if rank == "0":
+            store.set(said, "")
+            return False
+        if store.add(f"{said}/others", 1) > 1:
+            return True
     except (KeyError, ValueError, RuntimeError):
+        # Nobody can ask whether a first process that is gone was killed; the second says so for all others.
+        return rank not in (("0", "1") if lost else ("0",))
+    try:
+        store.wait([said], _FIRST_WAIT)
+    except dist.DistStoreError:
         return False
+    except RuntimeError:  # the first process has ended meanwhile
+        return True
+    return True
