@@ -173,3 +173,16 @@ def test_the_real_images():
     assert len(found) == 10_000
     assert np.bincount(found.labels).tolist() == [1000] * 10
     assert found.pixels(0).shape == (1, 28, 28)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_grey_images_of_16_bits_keep_their_shades(tmp_path, channels):
+    pillow = pytest.importorskip("PIL.Image")
+    shades = np.array([[0, 257, 1000], [32768, 40000, 65535]], np.uint16)
+    (tmp_path / "a").mkdir()
+    pillow.fromarray(shades).save(tmp_path / "a" / "x.png")
+    found = ImageFolder(path=str(tmp_path), channels=channels).open().pixels(0)
+    assert found.shape == (channels, 2, 3)
+    assert found.dtype == np.uint8
+    assert found.flags.writeable, "PyTorch warns of others"
+    assert all((plane == [[0, 1, 3], [127, 155, 255]]).all() for plane in found)

@@ -184,3 +184,10 @@ def test_the_real_pairs():
     pairs = list(Table(path=str(path), columns=("en", "de")).records())
     assert len(pairs) == 34_096
     assert pairs[0] == Record({"en": "! (Exclamation point)", "de": "! (Ausrufezeichen)"}, "en-de.tsv.gz:1", cells=True)
+
+
+def test_a_csv_cell_may_be_a_book(tmp_path):
+    """Python's reader refuses more than 131,072 characters unless it is told otherwise."""
+    book = "a word and another " * 20_000
+    (row,) = Table(path=made(tmp_path, "t.csv", f'text,label\n"{book}",1\n')).records()
+    assert row.fields["text"] == book

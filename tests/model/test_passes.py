@@ -11,7 +11,7 @@ from phylon.layers.ffn.routers import RenormalisedRouter
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.norms import RMSNorm
 from phylon.layers.positions.score_bias import T5Bias
-from phylon.model import Block, build, pre_norm
+from phylon.model import Block, Tie, build, pre_norm
 from phylon.model.passes import (
     Lora,
     add_lora,
@@ -249,3 +249,14 @@ def test_compiled_blocks_give_the_same_and_keep_their_names():
     torch.testing.assert_close(loss, expected)
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_that_others_have_too_takes_no_adapter():
+    """Folded in, the difference would change the embedding as well, and the merged model would say something else."""
+    spec = pre().replace(ties=(Tie(name="heads.lm.proj.weight", source="decoder.embed.tokens.weight"),))
+    model = made(spec)
+    with pytest.raises(UserError, match=r"'heads.lm.proj', whose weight is also that of 'decoder.embed.tokens'"):
+        add_lora(model, Lora(paths=("*",)))
+    assert not lora_tensors(model)
+    assert all(p.requires_grad for p in model.parameters())
+    add_lora(model, Lora(paths=("*.blocks.*",)))

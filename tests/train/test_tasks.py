@@ -10,6 +10,7 @@ from objective_toys import tiny
 from task_toys import PAIRS, TASKS
 
 from phylon.data.buckets import padded
+from phylon.data.images import ImageFolder
 from phylon.generate import beam_search
 from phylon.model import build
 from phylon.spec import UserError
@@ -20,6 +21,7 @@ from phylon.train.measures import bleu
 from phylon.train.objectives.answers import Answers, best_span
 from phylon.train.objectives.contrastive import Contrastive, pooled
 from phylon.train.objectives.supervised import shortened
+from phylon.train.objectives.translation import Translation
 from phylon.train.prepare import check, prepare
 
 
@@ -366,3 +368,40 @@ def test_a_span_loss_is_finite_beside_padding():
     batch = padded(rows)
     out = model(**batch, targets={"span": torch.tensor([[1, 2], [3, 4]])})
     assert math.isfinite(float(out.losses["span"].sum))
+
+
+def test_cosines_are_fp32_under_autocast():
+    """The temperature makes twenty of one, and of its rounding."""
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.nn.functional.normalize(torch.randn(6, 16, generator=draw), dim=-1) for _ in range(2))
+    plain = Contrastive()._loss(left, right, torch.arange(6)).sum
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(Contrastive()._loss(left, right, torch.arange(6)).sum, plain)
+
+
+def test_folders_called_by_numbers_keep_their_names(tmp_path):
+    """Folders go by name (0, 1, 10, 2, …), so that the number of a class is not what its folder is called."""
+    pillow = pytest.importorskip("PIL.Image")
+    for name in map(str, range(11)):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(4):
+            pillow.new("L", (8, 8), int(name)).save(tmp_path / "images" / name / f"{number}.png")
+    recipe = tiny("image_classes")
+    source = ImageFolder(path=str(tmp_path / "images"), channels=1)
+    recipe = recipe.replace(
+        model=recipe.model | {"n_classes": 11},
+        data=recipe.data.replace(source=source),
+        run=recipe.run.replace(steps=1),
+    )
+    model = train(recipe, out=tmp_path / "run", device="cpu").model
+    assert model.labels["class"][2] == "10"
+
+
+def test_a_greedy_translation_is_as_long_as_a_searched_one_may_be(tmp_path, monkeypatch):
+    _, prepared = ready(tmp_path, "translation")
+    model, sources = prepared.model.eval(), [[5], [5] * 9]
+    objective = Translation(n_beams=1)
+    rows = [{"tokens": [6 + i % 3 for i in range(59)], "text": ""}] * 2
+    monkeypatch.setattr("phylon.train.objectives.translation.generate", lambda *_, **__: rows)
+    decode = model.tokenizer.decode
+    assert objective.translate(model, sources) == [decode(rows[0]["tokens"][:n]).strip() for n in (51, 59)]

@@ -19,6 +19,7 @@ from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import register
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+_WIDE = ("I", "I;16", "I;16B", "I;16L")  # Pillow's modes of grey images of 16 bits
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -164,7 +165,9 @@ class _FolderImages(Images):
         path, pillow = self._files[index], _pillow()
         try:
             with pillow.open(path) as image:
-                pixels = np.asarray(image.convert(self._mode))
+                pixels = _eight_bits(image) if image.mode in _WIDE else np.array(image.convert(self._mode))
+            if pixels.ndim == 2 and self._channels == 3:
+                pixels = np.repeat(pixels[..., None], 3, axis=2)
         except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
             raise UserError(f"cannot read the image '{path}': {' '.join(str(error).split())}") from None
         return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
@@ -231,6 +234,14 @@ def _read_idx(file: Any, path: Path) -> np.ndarray:
         more = "more" if len(content) > wanted else f"{len(content)}"
         raise UserError(f"'{path}' says {shape} of {dtype.name}, which is {wanted} bytes, and holds {more}")
     return np.frombuffer(bytes(content), dtype).reshape(shape).astype(dtype.newbyteorder("="), copy=False)
+
+
+def _eight_bits(image: Any) -> np.ndarray:
+    """A grey image of 16 bits a pixel as uint8 (H, W); Pillow's own conversion clips what is above 255."""
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ValueError(f"its values go from {values.min()} to {values.max()}, and grey of 16 bits from 0 to 65535")
+    return (values // 257).astype(np.uint8)
 
 
 def _with_bytes(file: tuple[Path, int]) -> tuple[Path, int]:

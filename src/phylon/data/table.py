@@ -12,6 +12,7 @@ from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
 
 MOST_REPEATS = 1_000_000
+MOST_CELL = 1 << 30  # characters of a CSV cell; Python's own limit is 131,072
 KINDS = (".tsv", ".csv", ".jsonl")
 
 
@@ -103,6 +104,7 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
         if self.suffix == ".tsv":
             yield from ((number, line.split("\t")) for number, line in lines if line.strip())
             return
+        csv.field_size_limit(max(csv.field_size_limit(), MOST_CELL))
         reader = csv.reader((line + "\n" for _, line in lines), strict=True)
         while True:
             try:

@@ -1,7 +1,7 @@
 """LoRA: frozen weights and a trained low-rank difference. Hu et al. (arXiv:2106.09685)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,12 +95,14 @@ def add_lora(model: Model, lora: Lora) -> list[str]:
     """Freeze the model and give the linear maps that ``lora.paths`` name a trained difference; their paths.
 
     Raises:
-        UserError: a glob that names no linear map, or a model that has adapters already.
+        UserError: a glob that names no linear map, or one whose weight another module has too; a model that has
+            adapters already.
     """
     if any(True for _ in adapted(model)):
         raise UserError("this model has LoRA adapters already; merge them first")
     maps = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
     chosen = matching(maps, lora.paths, "linear map")
+    _check_ties(model, {name: maps[name] for name in chosen})
     model.requires_grad_(False)
     generator = torch.Generator().manual_seed(lora.seed)
     for name in chosen:
@@ -140,6 +142,18 @@ def lora_tensors(model: Model) -> dict[str, Tensor]:
 def adapted(model: Model) -> Iterator[tuple[str, _Adapted]]:
     """Every linear map with an adapter, by path."""
     yield from ((name, module) for name, module in model.named_modules() if isinstance(module, _Adapted))
+
+
+def _check_ties(model: Model, chosen: Mapping[str, nn.Module]) -> None:
+    """Refuse a weight that another module has too: folded in, the difference would change that one as well."""
+    for name, module in chosen.items():
+        weight = module._parameters["weight"]
+        for other, shares in model.named_modules():
+            if shares is not module and any(p is weight for p in shares._parameters.values()):
+                raise UserError(
+                    f"lora.paths names '{name}', whose weight is also that of '{other}', which would change with it: "
+                    'name others alone, such as "*.blocks.*"'
+                )
 
 
 def _adapt(module: nn.Module, lora: Lora, generator: torch.Generator) -> None:

@@ -115,7 +115,8 @@ class Contrastive(RecordObjective, frozen=True, kw_only=True):
         return {"contrastive": self._loss(*self._vectors(model, batch), batch["same"], batch.get("weights"))}
 
     def _loss(self, left: Tensor, right: Tensor, same: Tensor, weights: Tensor | None = None) -> Loss:
-        scores = left @ right.T / self.temperature
+        with torch.autocast(left.device.type, enabled=False):  # low precision would be magnified by the temperature
+            scores = left @ right.T / self.temperature
         own = torch.eye(len(scores), dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill((same[:, None] == same) & ~own, -math.inf)
         each = -scores.log_softmax(1).diagonal()

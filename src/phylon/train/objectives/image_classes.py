@@ -131,7 +131,7 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
         loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
-        numbers = set(images.classes) == set(map(str, range(len(images.classes))))
+        numbers = images.classes == tuple(map(str, range(len(images.classes))))  # folders go by name: 0, 1, 10, 2
         labels = {self.head: () if numbers else images.classes}
         if not share:
             return Feed(loader, labels=labels)

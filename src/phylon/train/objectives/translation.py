@@ -187,7 +187,8 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
             if self.n_beams == 1:
                 most = max(map(len, sources)) + 50
                 rows = generate(model, sources, max_new_tokens=most, temperature=0, logprobs=False)
-                return [(row["text"] or "").strip() for row in rows]
+                kept = [row["tokens"][: len(source) + 50] for row, source in zip(rows, sources, strict=True)]
+                return [model.tokenizer.decode(tokens, skip_special=True).strip() for tokens in kept]
             found = []
             for source in sources:
                 best = beam_search(
