@@ -42,6 +42,7 @@ def written(
 def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many tokens a chunk has."""
     monkeypatch.setattr(module, "_CHUNK_BYTES", request.param * V * 8)
+    monkeypatch.setattr(module, "_SHARED_BYTES", 0)
     return request.param
 
 
@@ -164,6 +165,7 @@ class Largest(TorchDispatchMode):
 def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     n, d, v = 64, 4, 50
     monkeypatch.setattr(module, "_CHUNK_BYTES", 4 * v * 4)
+    monkeypatch.setattr(module, "_SHARED_BYTES", 0)
     hidden, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
     targets = torch.arange(n) % v
     with Largest() as seen:
@@ -244,6 +246,13 @@ def test_a_kept_graph_gives_the_same_gradient_again() -> None:
 
 
 def test_a_chunk_is_small_and_one_at_least() -> None:
-    assert module._chunk_rows(torch.Size([4096, 128]), 4, False) == 512
-    assert module._chunk_rows(torch.Size([50257, 768]), 4, False) * 50257 * 4 <= module._CHUNK_BYTES
-    assert module._chunk_rows(torch.Size([10**8, 8]), 4, True) == 1
+    head = torch.Size([50257, 768])
+    assert module._chunk_rows(1024, torch.Size([4096, 128]), 4, False) == 512
+    assert module._chunk_rows(100, head, 4, False) == 100, "no more than there are"
+    for tokens in (500, 1024, 2048, 4096, 65536):
+        rows = module._chunk_rows(tokens, head, 4, False)
+        share = max(module._CHUNK_BYTES, min(tokens * 50257, module._SHARED_BYTES))
+        assert share * 0.7 <= rows * 50257 * 4 <= share, "an eighth of the plain form's scores and log-probabilities"
+        assert tokens % rows == 0 or tokens % rows > 0.7 * rows, "chunks of like sizes"
+    assert module._chunk_rows(1024, torch.Size([10**8, 8]), 4, True) == 1
+    assert module._chunk_rows(0, head, 4, False) == 1

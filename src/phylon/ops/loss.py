@@ -11,7 +11,9 @@ from phylon.spec.errors import UserError
 
 IGNORE = -100
 _CHUNK_BYTES = 44 * 2**20
-"""At most so much of the scores exists at a time."""
+"""So much of the scores may exist at a time, however few tokens there are."""
+_SHARE, _SHARED_BYTES = 4, 128 * 2**20
+"""Every fourth token's scores may, up to so many bytes: an eighth of what scores and log-probabilities of all take."""
 _CACHE_BYTES = 8 * 2**20
 """Scores of this size are still in a cache when they are needed again."""
 
@@ -195,7 +197,7 @@ def _sum_and_gradients(
     grad_w = torch.empty_like(weight_VD, dtype=dtype) if need_w else None
     grad_b = torch.zeros_like(bias_V, dtype=dtype) if need_b and bias_V is not None else None
     total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
-    rows = _chunk_rows(weight_VD.shape, torch.finfo(dtype).bits // 8, low)
+    rows = _chunk_rows(len(hidden_ND), weight_VD.shape, torch.finfo(dtype).bits // 8, low)
     for start in range(0, max(1, hidden_ND.shape[0]), rows):
         h_CD, part = operand(hidden_ND[start : start + rows], hidden_ND.dtype), slice(start, start + rows)
         call = ScoresCall(
@@ -223,12 +225,13 @@ def _sum_and_gradients(
     return total, (grad_h, grad_w, grad_b)
 
 
-def _chunk_rows(shape: torch.Size, width: int, low: bool) -> int:
+def _chunk_rows(tokens: int, shape: torch.Size, width: int, low: bool) -> int:
     """Tokens of a chunk: its scores should stay in a cache, but every chunk reads and writes the weights' gradient."""
     n, d = shape
-    at_once = min(_CHUNK_BYTES, max(_CACHE_BYTES, 2 * n * d * width))
-    # Where products are made below fp32, a chunk exists a second and a third time in half the width.
-    return max(1, at_once // (n * width * (2 if low else 1)))
+    a_token = n * width * (2 if low else 1)  # below fp32 a chunk exists a second and a third time in half the width
+    at_once = min(_CHUNK_BYTES, max(_CACHE_BYTES, 2 * n * d * width)) // a_token
+    at_once = max(1, at_once, min(tokens // _SHARE, _SHARED_BYTES // a_token))
+    return -(-tokens // -(-tokens // at_once)) if tokens else 1
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
