@@ -76,7 +76,7 @@ class StepNative:
 
     def supports(self, call: StepCall) -> str | None:
         for t in call.tensors():
-            if t.dtype is not torch.float32 or t.device.type != "cpu" or not t.is_contiguous():
+            if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous():
                 return "it takes contiguous float32 tensors on the CPU"
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return "it has no backward pass, and torch.compile cannot look into it"
