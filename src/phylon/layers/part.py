@@ -96,10 +96,11 @@ def child(module: nn.Module, name: str) -> Any:
 
 def is_plain(*modules: nn.Module | None) -> bool:
     """Whether these are linear maps as built, so that an op may use their weights: no wrapper, no hook."""
-    return all(type(m) is Linear and not _hooked(m) for m in modules if m is not None)
+    return all(type(m) is Linear and not hooked(m) for m in modules if m is not None)
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody wants to know of the module's calls, so that its weights may not be used without one."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

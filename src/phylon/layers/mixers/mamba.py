@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
-from phylon.layers.part import InitContext, Linear, Part, child, parameter
+from phylon.layers.part import InitContext, Linear, Part, child, hooked, parameter
 from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
 from phylon.ops.scan import StepCall, causal_conv, mamba_step, selective_scan
@@ -112,8 +112,10 @@ class MambaModule(Part):
         if x.shape[1] != 1 or ctx.taps is not None or not self._has_step:
             return False
         breaks = boundaries(ctx)
-        plain = breaks.resets is None and breaks.real is None
-        return plain and type(child(self, "x_proj")) is Linear and type(child(self, "dt_proj")) is StepProjection
+        if breaks.resets is not None or breaks.real is not None:
+            return False
+        used = ((CausalConv, "conv"), (Linear, "x_proj"), (StepProjection, "dt_proj"))
+        return all(type(child(self, name)) is kind and not hooked(child(self, name)) for kind, name in used)
 
     @property
     def _has_step(self) -> bool:
