@@ -201,6 +201,39 @@ def test_equals_the_reference(name: str, feature: str) -> None:
             assert not got[1][blind].any(), "and takes no gradient"
 
 
+INVISIBLE = {
+    **{n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")},
+    "grouped bigbird": plain(pattern=BigBird(block=8, n_heads=4, n_random=1), kv=2),
+    "capped padding": packed("left", pattern=Causal(), softcap=2.0, bias=AlibiBias(ALIBI)),
+}
+
+
+@pytest.mark.parametrize("feature", INVISIBLE)
+@pytest.mark.parametrize("name", [*BACKENDS, "reference"])
+def test_what_is_invisible_reaches_nothing(name: str, feature: str) -> None:
+    """NaN in queries that see nothing, in the gradients of their outputs, and in keys that no query of a head sees."""
+    for t, s in ((63, 63), (5, 40)):
+        clean, setting = (INVISIBLE[feature](t, s, torch.float32) for _ in range(2))
+        backend = Reference() if name == "reference" else usable(name, setting.call())
+        mask = setting.call().mask()
+        assert mask is not None
+        mask, n_kv = mask.expand(2, 4, t, s), setting.k.shape[2]
+        blind = ~mask.any(-1).transpose(1, 2)
+        unseen = ~mask.any(2).unflatten(1, (n_kv, 4 // n_kv)).any(2).transpose(1, 2)
+        hidden = [blind, unseen, unseen]
+        assert any(bool(x.any()) for x in hidden), "the feature hides something"
+        with torch.no_grad():
+            for x, nowhere in zip((setting.q, setting.k, setting.v), hidden, strict=True):
+                x.masked_fill_(nowhere[..., None], math.nan)
+        draw = torch.randn(2, t, 4, setting.v.shape[3], generator=torch.Generator().manual_seed(1))
+        out, exact = backend.run(setting.call()), Reference().run(clean.call())
+        assert_close(out, exact, what="out", floor=1.0)
+        ours = torch.autograd.grad(out, setting.inputs, draw.masked_fill(blind[..., None], math.nan))
+        for what, got, wanted, nowhere in zip("qkv", ours, torch.autograd.grad(exact, clean.inputs, draw), hidden):
+            assert_close(got, wanted, what=f"{t} x {s}: d{what}", floor=1.0)
+            assert not got[nowhere].any(), f"d{what} of what is invisible"
+
+
 def as_written(call: AttentionCall) -> Tensor:
     """Attention in plain PyTorch, every step in the tensors' own dtype."""
     group = call.q.shape[2] // call.k.shape[2]

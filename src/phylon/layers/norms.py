@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from phylon.layers.part import InitContext, Part
+from phylon.layers.part import InitContext, Part, parameter
 from phylon.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phylon.spec.base import Mechanism, Norm
 from phylon.spec.errors import UserError
@@ -64,9 +64,10 @@ class LayerNormModule(ResidualNorm):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, *added: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
         if added:
-            return add_layer_norm(x, added[0], self.weight, self.bias, self.eps)
-        return layer_norm(x, self.weight, self.bias, self.eps)
+            return add_layer_norm(x, added[0], weight, bias, self.eps)
+        return layer_norm(x, weight, bias, self.eps)
 
 
 class RMSNormModule(ResidualNorm):
@@ -79,7 +80,7 @@ class RMSNormModule(ResidualNorm):
         nn.init.constant_(self.weight, 1 - self.offset)
 
     def forward(self, x: Tensor, *added: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-        weight = self.weight
+        weight = parameter(self, "weight")
         if self.offset:
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
         return add_rms_norm(x, added[0], weight, self.eps) if added else rms_norm(x, weight, self.eps)

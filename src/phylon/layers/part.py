@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from phylon.layers.context import Context
 from phylon.layers.state import State
@@ -72,8 +74,25 @@ class Linear(Part, nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
+        weight, bias = parameter(self, "weight"), parameter(self, "bias")
         # A step of decoding does not ask: the answer would be PyTorch's product.
-        return super().forward(input) if is_few(input) else linears(input, (self.weight,), (self.bias,))[0]
+        return F.linear(input, weight, bias) if is_few(input) else linears(input, (weight,), (bias,))[0]
+
+
+def parameter(module: nn.Module, name: str) -> Any:
+    """``module.<name>`` for a parameter: looked up where it lies, which takes a fifth of the search by attribute."""
+    try:
+        return module._parameters[name]
+    except KeyError:
+        return getattr(module, name)
+
+
+def child(module: nn.Module, name: str) -> Any:
+    """``module.<name>`` for a module, likewise."""
+    try:
+        return module._modules[name]
+    except KeyError:
+        return getattr(module, name)
 
 
 def is_plain(*modules: nn.Module | None) -> bool:
@@ -88,7 +107,7 @@ def is_map(module: nn.Module) -> bool:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether a hook wants to see what goes through ``module``."""
+    """Whether somebody wants to know of the module's calls, so that its weights may not be used without one."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.norms import ResidualNorm
-from phylon.layers.part import Part
+from phylon.layers.part import Part, child
 from phylon.model.spec import Block, Stack, Sublayer
 from phylon.spec.base import Norm
 from phylon.spec.registry import build
@@ -77,17 +77,17 @@ class BlockModule(Part):
         for branch in plan.branches:
             x = _sum(x, added)
             normed = branch.norm_in is None or branch.norm_in == first
-            h = source if normed else getattr(self, branch.norm_in or "")(source)
-            h = getattr(self, branch.op)(h, ctx)
+            h = source if normed else child(self, branch.norm_in or "")(source)
+            h = child(self, branch.op)(h, ctx)
             h = self.tap(ctx, f"{branch.op}.out", h)
-            h = h if branch.norm_branch is None else getattr(self, branch.norm_branch)(h)
+            h = h if branch.norm_branch is None else child(self, branch.norm_branch)(h)
             h = h if branch.gain is None else h * branch.gain
             added = dropped(h, branch.drop, self.training)
         return (x, added) if plan.norm_out is None else (self._after(plan.norm_out, x, added)[1], None)
 
     def _after(self, name: str, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
         """``x + added`` and its norm."""
-        norm = getattr(self, name)
+        norm = child(self, name)
         if isinstance(norm, ResidualNorm):
             return norm(x, added)
         x = _sum(x, added)

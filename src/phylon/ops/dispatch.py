@@ -1,6 +1,6 @@
 """One dispatch for every op: backends say what they support and why not, and the first that supports a call runs it."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -63,12 +63,18 @@ class Dispatch(Generic[C]):
             if reason:
                 raise UserError(f"{self.op} backend '{name}' cannot run this call: {reason}")
             return backend
-        return next(b for b in self._ordered(call) if not (b.available() or b.supports(call)))
+        first = None if self.first is None else self.first(call)
+        if first is not None and not self._refusal(first, call):
+            return self.backends[first]
+        for backend in self.backends.values():
+            if backend.available() is None and backend.supports(call) is None:
+                return backend
+        raise AssertionError(f"no backend of {self.op} supports the call, not even the reference")
 
     def explain(self, call: C) -> list[Reason]:
         """Every backend with the reason why it would not run ``call``."""
         reasons = {name: b.available() or b.supports(call) for name, b in self.backends.items()}
-        chosen = self.forced or next(b.name for b in self._ordered(call) if reasons[b.name] is None)
+        chosen = self.forced or self.pick(call).name
         return [
             Reason(name, name == chosen and reason is None, reason, note_of(self.backends[name]))
             for name, reason in reasons.items()
@@ -84,11 +90,9 @@ class Dispatch(Generic[C]):
         finally:
             self.forced = before
 
-    def _ordered(self, call: C) -> Iterator[Backend[C]]:
-        first = None if self.first is None else self.first(call)
-        if first is not None:
-            yield self.backends[first]
-        yield from self.backends.values()
+    def _refusal(self, name: str, call: C) -> str | None:
+        backend = self.backends[name]
+        return backend.available() or backend.supports(call)
 
     def _named(self, name: str) -> Backend[C]:
         if name not in self.backends:

@@ -69,8 +69,9 @@ def cross_entropy(
     With ``weights`` (...) the sum is of ``weight * cross-entropy`` and the count that of the weights. ``z_loss`` as for
     ``Targets``.
     """
+    _check_ids(targets, logits.shape[:-1], logits.shape[-1])
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-    targets = targets.flatten()
+    targets = targets.flatten().long()
     log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
     log_probs = logits - log_z
     valid = targets != IGNORE
@@ -114,13 +115,16 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
-    """Kernels write where a target points."""
-    ids, n = targets.ids, len(weight)
-    if ids.shape != hidden.shape[:-1]:
-        raise UserError(f"targets are {tuple(ids.shape)}, tokens {tuple(hidden.shape[:-1])}; they must agree")
-    if weight.shape[1:] != hidden.shape[-1:] or (bias is not None and bias.shape != (n,)):
+    if weight.shape[1:] != hidden.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
         shapes = " and ".join(str(tuple(x.shape)) for x in (weight, bias) if x is not None)
         raise UserError(f"weights {shapes} do not fit hidden states of width {hidden.shape[-1]}")
+    _check_ids(targets.ids, hidden.shape[:-1], len(weight))
+
+
+def _check_ids(ids: Tensor, tokens: torch.Size, n: int) -> None:
+    """Kernels write where a target points."""
+    if ids.shape != tokens:
+        raise UserError(f"targets are {tuple(ids.shape)}, tokens {tuple(tokens)}; they must agree")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"targets must be int64, got {ids.dtype}")
     if ids.device.type == "cpu":  # on a GPU asking would cost a synchronisation

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from phylon.layers.context import Context
 from phylon.layers.norms import RMSNorm
-from phylon.layers.part import InitContext, Linear, Part, hooked
+from phylon.layers.part import InitContext, Linear, Part, child, hooked, parameter
 from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
 from phylon.ops.scan import StepCall, causal_conv, mamba_step, selective_scan
@@ -109,26 +109,30 @@ class MambaModule(Part):
 
     def _steps(self, x: Tensor, ctx: Context) -> bool:
         """Whether this is one plain token, of which nobody wants to see the parts, through maps that are only maps."""
-        breaks, parts = boundaries(ctx), (self.conv, self.x_proj, self.dt_proj)
-        plain = x.shape[1] == 1 and breaks.resets is None and breaks.real is None and ctx.taps is None
-        as_built = tuple(map(type, parts)) == (CausalConv, Linear, StepProjection) and not any(map(hooked, parts))
-        return plain and self._has_step and as_built
+        if x.shape[1] != 1 or ctx.taps is not None or not self._has_step:
+            return False
+        breaks = boundaries(ctx)
+        if breaks.resets is not None or breaks.real is not None:
+            return False
+        used = ((CausalConv, "conv"), (Linear, "x_proj"), (StepProjection, "dt_proj"))
+        return all(type(child(self, name)) is kind and not hooked(child(self, name)) for kind, name in used)
 
     @property
     def _has_step(self) -> bool:
         return self.spec.inner_norm is None and self.spec.activation == "silu"
 
     def _step(self, x: Tensor, part: RecurrentState) -> Tensor:
+        conv = child(self, "conv")
         call = StepCall(
-            x=self.in_proj(x),
-            z=self.gate_proj(x),
-            conv_weight=self.conv.weight,
-            conv_bias=self.conv.bias,
-            x_proj=self.x_proj.weight,
-            dt_proj=self.dt_proj.weight,
-            dt_bias=self.dt_bias,
-            A_log=self.A_log,
-            D=self.D,
+            x=child(self, "in_proj")(x),
+            z=child(self, "gate_proj")(x),
+            conv_weight=parameter(conv, "weight"),
+            conv_bias=parameter(conv, "bias"),
+            x_proj=parameter(child(self, "x_proj"), "weight"),
+            dt_proj=parameter(child(self, "dt_proj"), "weight"),
+            dt_bias=parameter(self, "dt_bias"),
+            A_log=parameter(self, "A_log"),
+            D=parameter(self, "D"),
             tail=part.tensors[0],
             state=part.tensors[1],
             new_tail=part.spare[0],

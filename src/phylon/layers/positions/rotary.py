@@ -50,6 +50,8 @@ class DynamicNTKScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_factor(self.factor, self.original_max_seq_len)
+        if self.seq_len < 1:
+            raise UserError(f"seq_len must be at least 1, got {self.seq_len}")
 
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
         stretch = max(1.0, self.seq_len / self.original_max_seq_len)
@@ -125,15 +127,19 @@ class FrequencyFactors(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
     factors: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        for factor in self.factors:
+            _check_factor(factor)
+
     def scale(self, inv_freq: Tensor, theta: float) -> tuple[Tensor, float]:
         if len(self.factors) != len(inv_freq):
             raise UserError(f"{len(self.factors)} frequency factors do not fit {len(inv_freq)} rotary pairs")
-        return inv_freq / torch.tensor(self.factors, dtype=torch.float64), 1.0
+        return inv_freq / torch.tensor(self.factors, dtype=torch.float64, device=inv_freq.device), 1.0
 
 
 def _check_factor(factor: float, original_max_seq_len: int = 1) -> None:
-    if not factor > 0:
-        raise UserError(f"the scaling factor must be above 0, got {factor}")
+    if not 0 < factor < math.inf:
+        raise UserError(f"the scaling factor must be a number above 0, got {factor}")
     if original_max_seq_len < 1:
         raise UserError(f"original_max_seq_len must be at least 1, got {original_max_seq_len}")
 

@@ -23,6 +23,8 @@ class Alibi(Mechanism, ScoreBias, frozen=True, kw_only=True):
 
 def alibi_slopes(n_heads: int) -> tuple[float, ...]:
     """The paper's slopes ``2^(-8 i / n)``; beyond a power of two, every second one of the next power."""
+    if n_heads < 1:
+        raise UserError(f"n_heads must be at least 1, got {n_heads}")
     power = 2 ** (n_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     between = [2 ** (-8 * (i + 1) / (2 * power)) for i in range(2 * power)][::2]
@@ -50,6 +52,8 @@ class T5Bias(Mechanism, Shared, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.direction not in ("both", "past"):
             raise UserError(f"direction must be 'both' or 'past', got '{self.direction}'")
+        if self.n_heads < 1:
+            raise UserError(f"n_heads must be at least 1, got {self.n_heads}")
         exact = self.n_buckets // (4 if self.direction == "both" else 2)
         if exact < 1 or self.max_distance <= exact:
             raise UserError(f"n_buckets {self.n_buckets} does not fit max_distance {self.max_distance}")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from phylon.patterns import Records
+from phylon.spec.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -14,6 +15,10 @@ class AlibiBias:
     """``-slope_h * |query - key|``. Press, Smith and Lewis (arXiv:2108.12409), section 3. ``slopes`` (H,)."""
 
     slopes: Tensor
+
+    def __post_init__(self) -> None:
+        if self.slopes.ndim != 1:
+            raise UserError(f"ALiBi slopes are (heads,), got {tuple(self.slopes.shape)}")
 
     @property
     def n_heads(self) -> int:
@@ -42,6 +47,14 @@ class BucketBias:
     table: Tensor
     max_distance: int
     both_sides: bool
+
+    def __post_init__(self) -> None:
+        least = 4 if self.both_sides else 2
+        if self.table.ndim != 2 or len(self.table) < least:
+            raise UserError(f"a bucket table is ({least} or more buckets, heads), got {tuple(self.table.shape)}")
+        exact = len(self.table) // least
+        if self.max_distance <= exact:
+            raise UserError(f"max_distance must be above the {exact} exact distances, got {self.max_distance}")
 
     @property
     def n_heads(self) -> int:

@@ -54,9 +54,11 @@ class Flex:
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
         if not torch.is_grad_enabled():
             q, k, v = q.detach(), k.detach(), v.detach()
-        unseen = tile_plan(call, _BLOCK, _BLOCK).unseen
-        if unseen is not None:
-            k, v = (x.masked_fill(unseen[..., None], 0) for x in (k, v))
+        plan = tile_plan(call, _BLOCK, _BLOCK)
+        if plan.unseen is not None:
+            k, v = (x.masked_fill(plan.unseen[..., None], 0) for x in (k, v))
+        if plan.blind is not None:
+            q = q.masked_fill(plan.blind[..., None], 0)
         attend = compiled() if call.q.device.type == "cuda" else flex_attention
         out = attend(
             q,
@@ -67,7 +69,7 @@ class Flex:
             scale=call.factor,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2)
+        return (out if plan.blind is None else out.masked_fill(plan.blind[..., None], 0)).transpose(1, 2)
 
 
 @cache

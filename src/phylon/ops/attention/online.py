@@ -334,6 +334,12 @@ class _Attention(torch.autograd.Function):
 def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sink."""
     call = work.call
+    blind = work.plan.blind
+    if blind is not None:
+        # Queries that see nothing, and the gradients of their outputs, can hold anything: 0 * NaN is NaN.
+        hidden = blind.transpose(1, 2)[..., None]
+        call = work.call = replace(call, q=call.q.masked_fill(hidden, 0))
+        d_out = d_out.masked_fill(hidden, 0)
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
     d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
     for unit in work.units():

@@ -83,14 +83,23 @@ class TilePlan:
     def unseen(self) -> Tensor | None:
         """(batch, heads, S) boolean: keys that no query sees, whose memory may hold anything; ``None`` for none."""
         tiles = self.row_of // max(1, self.n_query_tiles) * self.n_key_tiles + self.key_tiles
-        seen = torch.zeros(self.batch * self.heads * self.n_key_tiles, self.block_k, device=self.bits.device)
+        return self._alone(tiles, self.n_key_tiles, self.block_k, self.n_keys, 1)
+
+    @cached_property
+    def blind(self) -> Tensor | None:
+        """(batch, heads, T) boolean: queries that see no key, which may hold anything too; ``None`` for none."""
+        return self._alone(self.row_of, self.n_query_tiles, self.block_q, self.n_queries, 2)
+
+    def _alone(self, tiles: Tensor, n_tiles: int, block: int, n: int, over: int) -> Tensor | None:
+        """Which of the ``n`` tokens of one side are in no visible pair; ``tiles`` are its tiles of the kept ones."""
+        seen = torch.zeros(self.batch * self.heads * n_tiles, block, device=self.bits.device)
         full = self.masks == FULL
         seen[tiles[full]] = 1
         if len(self.bits):
-            any_query = torch.cat([_unpack(part).any(1).to(seen.dtype) for part in self.bits.split(_step(self))])
-            seen.index_add_(0, tiles[~full], any_query[self.masks[~full]])
-        unseen = seen.view(self.batch, self.heads, -1)[..., : self.n_keys] == 0
-        return unseen if bool(unseen.any()) else None
+            found = torch.cat([_unpack(part).any(over).to(seen.dtype) for part in self.bits.split(_step(self))])
+            seen.index_add_(0, tiles[~full], found[self.masks[~full]])
+        alone = seen.view(self.batch, self.heads, -1)[..., :n] == 0
+        return alone if bool(alone.any()) else None
 
     def mask(self, index: int) -> Tensor:
         """One mask (block_q, block_k), boolean."""

@@ -25,10 +25,12 @@ class Reference:
         k_BHSE = call.k.transpose(1, 2).to(dtype).repeat_interleave(group, 1)
         v_BHSE = call.v.transpose(1, 2).to(dtype).repeat_interleave(group, 1)
         mask = call.mask()
-        if mask is not None:
-            # Memory that nobody may look at can hold anything, NaN included, and 0 * NaN is NaN.
+        blind = None if mask is None else ~mask.any(dim=-1, keepdim=True)
+        if mask is not None and blind is not None:
+            # Keys that nobody may look at and queries that see nothing can hold anything, and 0 * NaN is NaN.
             unseen = ~mask.any(dim=2)[..., None]
             k_BHSE, v_BHSE = k_BHSE.masked_fill(unseen, 0), v_BHSE.masked_fill(unseen, 0)
+            q_BHTE = q_BHTE.masked_fill(blind, 0)
         scores = (q_BHTE @ k_BHSE.mT) * call.factor
         bias = call.bias_scores()
         if bias is not None:
@@ -41,7 +43,10 @@ class Reference:
         if call.dropout > 0:
             keep = keep_mask(call.seed, weights.shape, call.dropout, weights.device)
             weights = weights * keep / (1 - call.dropout)
-        return (weights @ v_BHSE).transpose(1, 2).to(call.q.dtype)
+        out = weights @ v_BHSE
+        # Zero it is already; so is, now, the gradient that comes back to it.
+        out = out if blind is None else out.masked_fill(blind, 0)
+        return out.transpose(1, 2).to(call.q.dtype)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, sink: Tensor | None) -> Tensor:

@@ -47,10 +47,13 @@ class Sdpa:
             attn_mask = None if bias is None else bias.to(q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask, scale=call.factor, enable_gqa=grouped)
             return out.transpose(1, 2)
-        # What nobody sees can hold anything, NaN included, and a masked NaN is still NaN in the product.
-        unseen = ~mask.any(dim=1).any(dim=1)[:, None, :, None]
-        k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+        if grouped and mask.shape[1] > 1:  # heads of a group see different keys
+            k, v = (x.repeat_interleave(call.q.shape[2] // x.shape[1], 1) for x in (k, v))
+            grouped = False
+        # What nobody sees and what sees nothing can hold anything, and a masked NaN is still NaN in the product.
+        unseen = ~mask.any(dim=2)[..., None]
         seen = mask.any(dim=-1, keepdim=True)
+        q, k, v = q.masked_fill(~seen, 0), k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
         if bias is None:
             attn_mask = mask | ~seen
         else:

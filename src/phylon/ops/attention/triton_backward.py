@@ -74,15 +74,16 @@ def backward_queries(
     b, h = bh // n_heads, bh % n_heads
     rows = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
     here = rows < n_queries
-    q_tile = load_rows(q + b * q_batch + h * q_head, rows, q_token, here, width, E)
+    row_lse = tl.load(lse + bh * n_queries + rows, mask=here, other=float("inf"))
+    seeing = row_lse < float("inf")
+    q_tile = load_rows(q + b * q_batch + h * q_head, rows, q_token, seeing, width, E)
     k += b * k_batch + h // n_groups * k_head
     v += b * v_batch + h // n_groups * v_head
     own = (b * n_queries * n_heads + h) * value_width
-    g_tile = load_rows(d_out + own, rows, n_heads * value_width, here, value_width, EV)
-    o_tile = load_rows(out + own, rows, n_heads * value_width, here, value_width, EV)
+    g_tile = load_rows(d_out + own, rows, n_heads * value_width, seeing, value_width, EV)
+    o_tile = load_rows(out + own, rows, n_heads * value_width, seeing, value_width, EV)
     row_delta = tl.sum(g_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
     tl.store(delta + bh * n_queries + rows, row_delta, mask=here)
-    row_lse = tl.load(lse + bh * n_queries + rows, mask=here, other=0.0)
     map_ = b * map_batch + h * map_head
     row = map_ * n_tiles + i
     dq_tile = tl.zeros((BLOCK_Q, E), tl.float32)
@@ -210,12 +211,13 @@ def backward_keys(
         column = map_ * n_tiles + j
         for at in range(tl.load(starts + column), tl.load(starts + column + 1)):
             rows = tl.load(tiles + at) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-            exist = rows < n_queries
-            q_tile = load_rows(q + b * q_batch + h * q_head, rows, q_token, exist, width, E)
+            row_lse = tl.load(lse + row + rows, mask=rows < n_queries, other=float("inf"))
+            # What sees nothing may hold anything.
+            seeing = row_lse < float("inf")
+            q_tile = load_rows(q + b * q_batch + h * q_head, rows, q_token, seeing, width, E)
             own = d_out + (b * n_queries * n_heads + h) * value_width
-            g_tile = load_rows(own, rows, n_heads * value_width, exist, value_width, EV)
-            row_lse = tl.load(lse + row + rows, mask=exist, other=0.0)
-            row_delta = tl.load(delta + row + rows, mask=exist, other=0.0)
+            g_tile = load_rows(own, rows, n_heads * value_width, seeing, value_width, EV)
+            row_delta = tl.load(delta + row + rows, mask=seeing, other=0.0)
             place, distance = tl.load(places + at), cols
             if BIAS:
                 qp, kp = query_positions + b * query_batch, key_positions + b * key_batch

@@ -66,7 +66,7 @@ def forward(
     DROPOUT: tl.constexpr,
     UNSEEN: tl.constexpr,
 ):
-    """One tile of queries of one head: its output and log-sum-exp (B, H, T), 0 where a row sees nothing."""
+    """One tile of queries of one head: its output and log-sum-exp (B, H, T), infinite where a row sees nothing."""
     n_tiles = (n_queries + BLOCK_Q - 1) // BLOCK_Q
     i, bh = tl.program_id(0) % n_tiles, (tl.program_id(0) // n_tiles).to(tl.int64)
     b, h = bh // n_heads, bh % n_heads
@@ -124,7 +124,7 @@ def forward(
         top = tl.where(empty, 0.0, shift)
     else:
         total = tl.where(empty, 1.0, total)
-    tl.store(lse + bh * n_queries + rows, top + tl.log(total), mask=here)
+    tl.store(lse + bh * n_queries + rows, tl.where(empty, float("inf"), top + tl.log(total)), mask=here)
     own = out + (b * n_queries * n_heads + h) * value_width
     store_rows(own, rows, n_heads * value_width, here, value_width, mixed * (keep_factor / total)[:, None], EV)
 

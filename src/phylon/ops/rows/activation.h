@@ -6,7 +6,17 @@ enum Kind { RELU, GELU, GELU_TANH, SILU, TANH };
 struct Made {
     vf value, slope;
 };
-static inline vf sigmoid(vf x) { return 1.f / (1.f + exp(-x)); }
+static inline vf sigmoid(vf x) { return 1.f / (1.f + exp_or_end(-x)); }
+
+// Near 0 by a series, where 1 would cancel.
+static inline vf tanh_of(vf x) {
+    vf far = 1.f - 2.f / (exp(2.f * x) + 1.f), z = x * x;
+    vf p = z * -0.00551440214f + 0.020468712f;
+    p = p * z - 0.053687799f;
+    p = p * z + 0.133308276f;
+    p = p * z - 0.333332597f;
+    return (x < 0.625f) & (x > -0.625f) ? p * (z * x) + x : far;
+}
 
 // The normal distribution by the complementary error function of Numerical Recipes, section 6.2, 1.2e-7 relative.
 static inline vf normal_cdf(vf x) {
@@ -26,13 +36,13 @@ static inline vf normal_cdf(vf x) {
 }
 
 template <Kind K> static inline Made made(vf x) {
-    if (K == RELU) return {x > 0.f ? x : vf{} * x, x > 0.f ? all(1.f) : vf{}};
+    if (K == RELU) return {x <= 0.f ? vf{} : x, x <= 0.f ? vf{} : all(1.f)};  // NaN stays, and takes a gradient
     if (K == SILU) {
         vf s = sigmoid(x);
         return {x * s, s + x * s * (1.f - s)};
     }
     if (K == TANH) {
-        vf t = 1.f - 2.f / (exp(2.f * x) + 1.f);
+        vf t = tanh_of(x);
         return {t, 1.f - t * t};
     }
     if (K == GELU_TANH) {
@@ -41,7 +51,12 @@ template <Kind K> static inline Made made(vf x) {
         return {x * s, s + x * s * (1.f - s) * (a + 3.f * a * c * x * x)};
     }
     vf phi = normal_cdf(x);
-    return {x * phi, phi + x * 0.3989422804f * exp(-0.5f * x * x)};
+    return {x * phi, phi + x * 0.3989422804f * exp_or_end(-0.5f * x * x)};
+}
+
+// A gradient times the slope; where relu is flat nothing passes, be it infinite.
+template <Kind K> static inline vf passed(vf g, vf slope) {
+    return K == RELU ? (slope == 0.f ? vf{} : g) : g * slope;
 }
 
 // y = act(x + bias), or act(gate + gate_bias) * (up + bias) where x is the gate and up is given.
@@ -78,7 +93,7 @@ static void act_backward(const T* dy, const T* x, const float* bias, const T* up
                 vf g = load(dy + r * d + c, d - c), v = load(x + r * d + c, d - c);
                 if (bias) v += load(bias + c, d - c);
                 Made m = made<K>(v);
-                vf out = m.value, dv = g * m.slope;
+                vf out = m.value, dv = g;
                 if (up) {
                     vf u = load(up + r * d + c, d - c);
                     if (up_bias) u += load(up_bias + c, d - c);
@@ -88,6 +103,7 @@ static void act_backward(const T* dy, const T* x, const float* bias, const T* up
                     store(dup + r * d + c, d_up, d - c);
                     if (du) store(du + c, load(du + c, d - c) + d_up, d - c);
                 }
+                dv = passed<K>(dv, m.slope);
                 if (db) store(db + c, load(db + c, d - c) + dv, d - c);
                 if (y) store(y + r * d + c, out, d - c);
                 store(dx + r * d + c, dv, d - c);

@@ -84,6 +84,13 @@ static inline vf exp(vf x) {
     return p * (vf)((n + 127) << 23);
 }
 
+// The same to the ends: 0 below -87.3, infinite above 88.3.
+static inline vf exp_or_end(vf x) {
+    vf e = exp(x);
+    e = x < -87.3f ? vf{} : e;
+    return x > 88.3f ? all(INFINITY) : e;
+}
+
 // Sums over rows are made in shares that do not depend on the number of threads, and added in their order.
 static const int SHARES = 32;
 struct Share {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phylon.ops.scan.call import ScanCall, cleared, kept, wide
+from phylon.ops.scan.call import ScanCall, cleared, wide
 
 _CHUNK_NUMBERS = 2**18
 """Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache."""
@@ -33,8 +33,8 @@ class ScanChunked:
         x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)
         x, dt, B, C = (cleared(t, call.breaks.real) for t in (x, dt, B, C))
         h = x.new_zeros(len(x), *A.shape) if call.state is None else call.state.to(x.dtype)
-        y, h = _Scan.apply(x, dt, A, B, C, D, h, kept(call.breaks.resets, x.dtype))
-        return y.to(call.x.dtype), h
+        y, h = _Scan.apply(x, dt, A, B, C, D, h, call.breaks.resets)
+        return cleared(y, call.breaks.real).to(call.x.dtype), h
 
 
 def chunk_length(numbers: int) -> int:
@@ -43,11 +43,11 @@ def chunk_length(numbers: int) -> int:
 
 
 class _Scan(torch.autograd.Function):
-    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``h`` (B, D, N), ``keep`` (B, T)."""
+    """``x``, ``dt`` (B, T, D), ``A`` (D, N), ``B``, ``C`` (B, T, N), ``D`` (D,), ``h`` (B, D, N), ``resets`` (B, T)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, h: Tensor, keep: Tensor | None
+        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, h: Tensor, resets: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         length = min(x.shape[1], chunk_length(h.numel()))
         decay, states = (x.new_empty(len(x), length, *A.shape) for _ in range(2))
@@ -56,21 +56,21 @@ class _Scan(torch.autograd.Function):
             now = slice(at, at + length)
             starts.append(h)
             decay, states = decay[:, : x.shape[1] - at], states[:, : x.shape[1] - at]
-            _fill(decay, states, h, x[:, now], dt[:, now], A, B[:, now], None if keep is None else keep[:, now])
+            _fill(decay, states, h, x[:, now], dt[:, now], A, B[:, now], _part(resets, now))
             read = (states @ C[:, now, :, None])[..., 0]
             y[:, now] = torch.addcmul(read, x[:, now], D)
             # A copy: the buffer is used again, and a view would keep all of it alive.
             h = states[:, -1].clone()
         if any(ctx.needs_input_grad):
             ctx.length = length
-            ctx.save_for_backward(x, dt, A, B, C, D, keep, torch.stack(starts))
+            ctx.save_for_backward(x, dt, A, B, C, D, resets, torch.stack(starts))
         return y, h
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad_y: Tensor = grad_outputs[0]
         carry: Tensor = grad_outputs[1]
-        x, dt, A, B, C, D, keep, starts = ctx.saved_tensors
+        x, dt, A, B, C, D, resets, starts = ctx.saved_tensors
         buffers = tuple(x.new_empty(len(x), ctx.length, *A.shape) for _ in range(3))
         grad_x, grad_dt, grad_B, grad_C = (torch.empty_like(t) for t in (x, dt, B, C))
         grad_A = torch.zeros_like(A)
@@ -78,66 +78,81 @@ class _Scan(torch.autograd.Function):
             now = slice(i * ctx.length, (i + 1) * ctx.length)
             x_, dt_, B_, C_, g = x[:, now], dt[:, now], B[:, now], C[:, now], grad_y[:, now]
             decay, states, d = (buffer[:, : x_.shape[1]] for buffer in buffers)
-            _fill(decay, states, starts[i], x_, dt_, A, B_, None if keep is None else keep[:, now])
+            cuts = _part(resets, now)
+            _fill(decay, states, starts[i], x_, dt_, A, B_, cuts)
             grad_C[:, now] = (g[:, :, None] @ states)[:, :, 0]
             # The gradient of every state: d_t = C_t g_t + a_{t+1} d_{t+1}, the same recurrence backwards in time.
             torch.mul(g[..., None], C_[:, :, None], out=d)
             d[:, -1] += carry
-            recur_back(decay, d)
-            carry = decay[:, 0] * d[:, 0]
+            recur_back(decay, d, cuts)
+            carry = _forget(decay[:, 0] * d[:, 0], cuts, 0)
             grad_u = (d @ B_[..., None])[..., 0]
             grad_B[:, now] = ((dt_ * x_)[:, :, None] @ d)[:, :, 0]
             # Of the exponent dt A: d_t times what the step before left.
             d.mul_(decay)
             d[:, 0].mul_(starts[i])
             d[:, 1:].mul_(states[:, :-1])
+            if cuts is not None:
+                d.masked_fill_(cuts[..., None, None], 0)
             grad_A += torch.mul(d, dt_[..., None], out=decay).sum((0, 1))
             grad_dt[:, now] = torch.addcmul(torch.mul(d, A, out=decay).sum(-1), grad_u, x_)
             grad_x[:, now] = torch.addcmul(g * D, grad_u, dt_)
         return grad_x, grad_dt, grad_A, grad_B, grad_C, (grad_y * x).sum((0, 1)), carry, None
 
 
+def _part(resets: Tensor | None, now: slice) -> Tensor | None:
+    return None if resets is None else resets[:, now]
+
+
+def _forget(h: Tensor, resets: Tensor | None, t: int) -> Tensor:
+    """``h`` (B, D, N), zero where step ``t`` starts a document. A factor of 0 would not do: it leaves NaN and inf."""
+    return h if resets is None else h.masked_fill(resets[:, t, None, None], 0)
+
+
 def _fill(
-    decay: Tensor, states: Tensor, h: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, keep: Tensor | None
+    decay: Tensor, states: Tensor, h: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, resets: Tensor | None
 ) -> None:
     """One chunk's decay factors and states (B, L, D, N) into their buffers, from the state ``h`` before it."""
     torch.mul(dt[..., None], A, out=decay).exp_()
-    if keep is not None:
-        decay.mul_(keep[..., None, None])
     torch.mul((dt * x)[..., None], B[:, :, None], out=states)
-    recur(decay, states, h)
+    recur(decay, states, h, resets)
 
 
-def recur(a: Tensor, b: Tensor, h: Tensor) -> None:
-    """``b_t <- b_t + a_t b_{t-1}`` in place along dimension 1, with ``h`` before the first.
+def recur(a: Tensor, b: Tensor, h: Tensor, resets: Tensor | None = None) -> None:
+    """``b_t <- b_t + a_t b_{t-1}`` in place along dimension 1, with ``h`` before the first; at ``resets`` just ``b_t``.
 
     On a CPU a loop of fused steps, which moves the least memory; elsewhere log2(L) rounds over the whole chunk (Hillis
     and Steele 1986), which launch the fewest kernels.
     """
     if a.device.type != "cpu":
-        b[:, 0].addcmul_(a[:, 0], h)
-        double(a.clone(), b)
+        b[:, 0].addcmul_(a[:, 0], _forget(h, resets, 0))
+        double(a.clone(), b, None if resets is None else resets.cumsum(1))
         return
-    for factor, state in zip(a.unbind(1), b.unbind(1), strict=True):
-        h = state.addcmul_(factor, h)
+    for t, (factor, state) in enumerate(zip(a.unbind(1), b.unbind(1), strict=True)):
+        h = state.addcmul_(factor, _forget(h, resets, t))
 
 
-def recur_back(a: Tensor, b: Tensor) -> None:
-    """``b_t <- b_t + a_{t+1} b_{t+1}`` in place, the recurrence against time."""
+def recur_back(a: Tensor, b: Tensor, resets: Tensor | None = None) -> None:
+    """``b_t <- b_t + a_{t+1} b_{t+1}`` in place, the recurrence against time; just ``b_t`` before ``resets``."""
     if a.device.type != "cpu":
         turned = b.flip(1)
-        double(torch.cat([torch.zeros_like(a[:, :1]), a[:, 1:].flip(1)], 1), turned)
+        factors = torch.cat([torch.zeros_like(a[:, :1]), a[:, 1:].flip(1)], 1)
+        double(factors, turned, None if resets is None else resets.cumsum(1).flip(1))
         b.copy_(turned.flip(1))
         return
     factors, states = a.unbind(1), b.unbind(1)
     for t in range(len(states) - 2, -1, -1):
-        states[t].addcmul_(factors[t + 1], states[t + 1])
+        states[t].addcmul_(factors[t + 1], _forget(states[t + 1], resets, t + 1))
 
 
-def double(a: Tensor, b: Tensor) -> None:
-    """``b_t <- b_t + a_t b_{t-1}`` by doubling; ``a`` is overwritten."""
+def double(a: Tensor, b: Tensor, documents: Tensor | None = None) -> None:
+    """``b_t <- b_t + a_t b_{t-1}`` by doubling, within equal ``documents`` (B, L); ``a`` is overwritten."""
     reach = 1
     while reach < a.shape[1]:
-        b[:, reach:] += a[:, reach:] * b[:, :-reach]
-        a[:, reach:] = a[:, reach:] * a[:, :-reach]
+        more, longer = a[:, reach:] * b[:, :-reach], a[:, reach:] * a[:, :-reach]
+        if documents is not None:
+            other = (documents[:, reach:] != documents[:, :-reach])[..., None, None]
+            more, longer = more.masked_fill_(other, 0), longer.masked_fill_(other, 0)
+        b[:, reach:] += more
+        a[:, reach:] = longer
         reach *= 2

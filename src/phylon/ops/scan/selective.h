@@ -11,9 +11,13 @@
 //   e_t = q_t a_t h_{t-1} (of the exponent)  dA = sum_t e_t dt_t           du_t = sum_N q_t B_t
 //   ddt_t = sum_N e_t A + du_t x_t           dx_t = du_t dt_t + g_t D
 //
-// A vector holds LANES channels; steps go in chunks of CHUNK, of which the forward pass keeps the first state. The
-// backward pass computes a chunk's states once more, into a buffer that stays in the cache. All arithmetic is fp32.
-// Sums over channels and rows have a fixed order, so that the result does not depend on the number of threads.
+// A vector holds LANES channels; steps go in chunks of CHUNK. The forward pass keeps the state before every N steps, so
+// that all that is kept is no larger than x. The backward pass computes the states once more, a run between two kept
+// ones and then a chunk at a time, into buffers that stay in the cache. All arithmetic is fp32. Sums over channels and
+// rows have a fixed order, so that the result does not depend on the number of threads; they are made for PART chunks at
+// a time, in which all channels take part, so that no more of them exists.
+//
+// A step that starts a document reads a state of zeros and passes no gradient on: what lies beyond may be NaN.
 
 #pragma once
 
@@ -22,6 +26,7 @@
 namespace phylon {
 
 constexpr int CHUNK = 32;
+constexpr int PART = 8;  // chunks
 constexpr int TILE = 8;  // numbers of state at a time: their recurrences fill the pipeline
 constexpr float LOG2E = 1.44269504f;
 inline thread_local std::vector<float> sums;
@@ -36,9 +41,12 @@ struct Scan {
 
 struct Shape {
   int64_t blocks, groups, chunks, padded;  // padded: N up to a multiple of TILE
+  int64_t run, part;                       // chunks from one kept state to the next, and those of a part: whole runs
   explicit Shape(const Scan &s)
       : blocks((s.width + LANES - 1) / LANES), groups((blocks + GROUP - 1) / GROUP),
-        chunks((s.length + CHUNK - 1) / CHUNK), padded((s.size + TILE - 1) / TILE * TILE) {}
+        chunks((s.length + CHUNK - 1) / CHUNK), padded((s.size + TILE - 1) / TILE * TILE),
+        run((padded + CHUNK - 1) / CHUNK), part((PART + run - 1) / run * run) {}
+  int64_t kept() const { return (chunks + run - 1) / run; }
 };
 
 inline int lanes_of(const Scan &s, int64_t block) {
@@ -114,9 +122,11 @@ Vec load_skip(const Scan &s, int64_t block) {
   return out;
 }
 
-// `steps` steps of TILE numbers of state. A backward pass wants the factors `a` and the states after each step; a
-// forward pass the outputs, added to `y`. `rate` is A log2(e), `B` and `C` have `padded` numbers a step.
-template <bool backward>
+enum Wanted { OUTPUTS, LAST, ALL };
+
+// `steps` steps of TILE numbers of state `h`, to the last; besides wanted are the outputs, added to `y`, or all factors
+// `a` and the states after each step. `rate` is A log2(e), `B` and `C` have `padded` numbers a step.
+template <Wanted wanted>
 inline void advance(int steps, int64_t padded, const Vec *dt, const Vec *u, const Vec *rate, const float *B,
                     const float *C, const uint8_t *resets, Vec *h, Vec *y, Vec *a_out, Vec *h_out) {
   Vec state[TILE];
@@ -124,37 +134,32 @@ inline void advance(int steps, int64_t padded, const Vec *dt, const Vec *u, cons
   for (int t = 0; t < steps; t++) {
     const Vec dt_t = dt[t], u_t = u[t];
     Vec sum{};
-    const bool reset = resets && resets[t];
-    if (reset)
+    if (resets && resets[t])
       for (int n = 0; n < TILE; n++) state[n] = Vec{};
 #pragma GCC unroll 8
     for (int n = 0; n < TILE; n++) {
       const Vec a = exp2(dt_t * rate[n]);
       state[n] = a * state[n] + u_t * B[t * padded + n];
-      if constexpr (backward) {
+      if constexpr (wanted == ALL) {
         a_out[t * TILE + n] = a;
         h_out[t * TILE + n] = state[n];
-      } else {
-        sum += state[n] * C[t * padded + n];
       }
+      if constexpr (wanted == OUTPUTS) sum += state[n] * C[t * padded + n];
     }
-    if constexpr (backward) {
-      if (reset)
-        for (int n = 0; n < TILE; n++) a_out[t * TILE + n] = Vec{};
-    } else {
-      y[t] += sum;
-    }
+    if constexpr (wanted == OUTPUTS) y[t] += sum;
   }
   for (int n = 0; n < TILE; n++) h[n] = state[n];
 }
 
 // The same steps against time. `q` is the gradient that comes from the chunk after; `h[t]` is the state before step t.
 inline void retreat(int steps, int64_t padded, const Vec *dt, const Vec *u, const Vec *g, const Vec *A, const float *B,
-                    const float *C, const Vec *a, const Vec *h, Vec *q, Vec *dA, Vec *dB, Vec *dC, Vec *du, Vec *ddt) {
+                    const float *C, const uint8_t *resets, const Vec *a, const Vec *h, Vec *q, Vec *dA, Vec *dB, Vec *dC,
+                    Vec *du, Vec *ddt) {
   Vec carry[TILE], rates[TILE];
   for (int n = 0; n < TILE; n++) carry[n] = q[n], rates[n] = dA[n];
   for (int t = steps - 1; t >= 0; t--) {
     const Vec g_t = g[t], u_t = u[t], dt_t = dt[t];
+    const bool reset = resets && resets[t];
     Vec du_t{}, ddt_t{};
 #pragma GCC unroll 8
     for (int n = 0; n < TILE; n++) {
@@ -162,6 +167,10 @@ inline void retreat(int steps, int64_t padded, const Vec *dt, const Vec *u, cons
       dC[t * TILE + n] += g_t * h[(t + 1) * TILE + n];
       dB[t * TILE + n] += q_t * u_t;
       du_t += q_t * B[t * padded + n];
+      if (reset) {
+        carry[n] = Vec{};
+        continue;
+      }
       q_t *= a[t * TILE + n];
       const Vec e = q_t * h[t * TILE + n];
       rates[n] += e * dt_t;
@@ -180,9 +189,9 @@ inline Chunk chunk_of(const Scan &s, const Shape &shape, int64_t row, int64_t gr
   return {row, start, first, blocks < GROUP ? blocks : GROUP, int(steps < CHUNK ? steps : CHUNK)};
 }
 
-// Where the state of `block` before `chunk` is kept between the passes.
-inline int64_t kept_at(const Shape &shape, int64_t row, int64_t block, int64_t chunk) {
-  return ((row * shape.blocks + block) * shape.chunks + chunk) * shape.padded;
+// Where the state of `block` before the first chunk of a run is kept between the passes.
+inline int64_t kept_at(const Shape &shape, int64_t row, int64_t block, int64_t run) {
+  return ((row * shape.blocks + block) * shape.kept() + run) * shape.padded;
 }
 
 void forward_group(const Scan &s, const Shape &shape, const Tensor &y, float *h, Vec *starts, int64_t row,
@@ -206,12 +215,13 @@ void forward_group(const Scan &s, const Shape &shape, const Tensor &y, float *h,
     load_numbers(s, s.C, row, c.start, c.steps, padded, C);
     for (int64_t i = 0; i < c.blocks; i++) {
       Vec *h_i = state + i * padded, *u_i = u + i * CHUNK, *dt_i = dt + i * CHUNK, *y_i = out + i * CHUNK;
-      if (starts) std::memcpy(starts + kept_at(shape, row, c.first + i, chunk), h_i, sizeof(Vec) * padded);
+      if (starts && chunk % shape.run == 0)
+        std::memcpy(starts + kept_at(shape, row, c.first + i, chunk / shape.run), h_i, sizeof(Vec) * padded);
       const Vec skip = load_skip(s, c.first + i);
       for (int t = 0; t < c.steps; t++) y_i[t] = skip * u_i[t], u_i[t] *= dt_i[t];
       for (int64_t n = 0; n < padded; n += TILE)
-        advance<false>(c.steps, padded, dt_i, u_i, rate + i * padded + n, B + n, C + n, resets, h_i + n, y_i, nullptr,
-                       nullptr);
+        advance<OUTPUTS>(c.steps, padded, dt_i, u_i, rate + i * padded + n, B + n, C + n, resets, h_i + n, y_i, nullptr,
+                         nullptr);
     }
     store_chunk(s, y, c, out);
   }
@@ -240,29 +250,83 @@ struct ScanGradients {
   const Vec *starts;
 };
 
-void backward_group(const Scan &s, const Shape &shape, const ScanGradients &grad, float *dB_part, float *dC_part,
-                    int64_t row, int64_t group) {
-  const int64_t padded = shape.padded, numbers = CHUNK * padded / LANES + 1;
-  scratch.reserve(6 * GROUP * CHUNK + (4 * CHUNK + 1) * TILE + GROUP * (4 * padded + 1) +
-                  2 * numbers);
-  Vec *x = scratch.take(GROUP * CHUNK), *dt = scratch.take(GROUP * CHUNK), *g = scratch.take(GROUP * CHUNK);
-  Vec *u = scratch.take(GROUP * CHUNK), *du = scratch.take(GROUP * CHUNK), *ddt = scratch.take(GROUP * CHUNK);
-  Vec *a = scratch.take(CHUNK * TILE), *h = scratch.take((CHUNK + 1) * TILE);
-  Vec *dB = scratch.take(CHUNK * TILE), *dC = scratch.take(CHUNK * TILE);
-  Vec *A = scratch.take(GROUP * padded), *rate = scratch.take(GROUP * padded), *q = scratch.take(GROUP * padded);
-  Vec *dA = scratch.take(GROUP * padded), *dD = scratch.take(GROUP);
-  float *B = (float *)scratch.take(numbers), *C = (float *)scratch.take(numbers);
-  Chunk c = chunk_of(s, shape, row, group, 0);
-  for (int64_t i = 0; i < c.blocks; i++) {
-    load_matrix(s, s.A, c.first + i, padded, 1, A + i * padded);
-    load_matrix(s, s.A, c.first + i, padded, LOG2E, rate + i * padded);
-    load_matrix(s, grad.h ? grad.h + row * s.width * s.size : nullptr, c.first + i, padded, 1, q + i * padded);
-    load_matrix(s, nullptr, c.first + i, padded, 1, dA + i * padded);
-    dD[i] = Vec{};
+// One group against time, a part of the chunks at a time. Between the parts the gradients of state, A and D wait where
+// those of the first state, of A and of D go.
+struct BackwardGroup {
+  const Scan &s;
+  const Shape &shape;
+  const ScanGradients &grad;
+  const int64_t row, group, padded = shape.padded;
+  Vec *x, *dt, *g, *u, *du, *ddt;     // [block][CHUNK]
+  Vec *a, *h, *dB, *dC;               // [step][TILE] of one block
+  Vec *A, *rate, *q, *dA, *dD;        // [block][padded]; [block]
+  Vec *before;                        // [block][chunk of a run][padded]: the states before each
+  float *B, *C;                       // [step][padded]
+
+  BackwardGroup(const Scan &s, const Shape &shape, const ScanGradients &grad, int64_t row, int64_t group)
+      : s(s), shape(shape), grad(grad), row(row), group(group) {
+    const int64_t numbers = CHUNK * padded / LANES + 1;
+    scratch.reserve(6 * GROUP * CHUNK + (4 * CHUNK + 1) * TILE + GROUP * ((4 + shape.run) * padded + 1) + 2 * numbers);
+    for (Vec **each : {&x, &dt, &g, &u, &du, &ddt}) *each = scratch.take(GROUP * CHUNK);
+    for (Vec **each : {&a, &dB, &dC}) *each = scratch.take(CHUNK * TILE);
+    h = scratch.take((CHUNK + 1) * TILE);
+    for (Vec **each : {&A, &rate, &q, &dA}) *each = scratch.take(GROUP * padded);
+    dD = scratch.take(GROUP);
+    before = scratch.take(GROUP * shape.run * padded);
+    for (float **each : {&B, &C}) *each = (float *)scratch.take(numbers);
   }
-  for (int64_t chunk = shape.chunks - 1; chunk >= 0; chunk--) {
-    c = chunk_of(s, shape, row, group, chunk);
-    const uint8_t *resets = s.resets ? s.resets + row * s.length + c.start : nullptr;
+
+  // The chunks of [first, last), whose gradients of B and C go to dB_part and dC_part (steps, N).
+  void run(int64_t first, int64_t last, float *dB_part, float *dC_part) {
+    const Chunk c = chunk_of(s, shape, row, group, 0);
+    const bool latest = last == shape.chunks;
+    const float *d_h = latest ? grad.h : grad.h0;
+    const int64_t at = row * s.width * s.size;
+    for (int64_t i = 0; i < c.blocks; i++) {
+      load_matrix(s, s.A, c.first + i, padded, 1, A + i * padded);
+      load_matrix(s, s.A, c.first + i, padded, LOG2E, rate + i * padded);
+      load_matrix(s, d_h ? d_h + at : nullptr, c.first + i, padded, 1, q + i * padded);
+      load_matrix(s, latest ? nullptr : grad.A + at, c.first + i, padded, 1, dA + i * padded);
+      dD[i] = Vec{};
+      if (!latest) std::memcpy(dD + i, grad.D + row * s.width + (c.first + i) * LANES, 4 * lanes_of(s, c.first + i));
+    }
+    for (int64_t chunk = last - 1; chunk >= first; chunk--) {
+      if (chunk == last - 1 || chunk % shape.run == shape.run - 1) states(chunk);
+      gradients(chunk, dB_part + (chunk - first) * CHUNK * s.size, dC_part + (chunk - first) * CHUNK * s.size);
+    }
+    for (int64_t i = 0; i < c.blocks; i++) {
+      store_matrix(s, grad.A + at, c.first + i, dA + i * padded);
+      store_matrix(s, grad.h0 + at, c.first + i, q + i * padded);
+      std::memcpy(grad.D + row * s.width + (c.first + i) * LANES, dD + i, 4 * lanes_of(s, c.first + i));
+    }
+  }
+
+  // Fills `before` for the chunks of a run up to `last`.
+  void states(int64_t last) {
+    const int64_t first = last / shape.run * shape.run;
+    for (int64_t chunk = first; chunk <= last; chunk++) {
+      const Chunk c = chunk_of(s, shape, row, group, chunk);
+      if (chunk < last) {
+        load_chunk(s, s.x, c, CHUNK, u);
+        load_chunk(s, s.dt, c, CHUNK, dt);
+        load_numbers(s, s.B, row, c.start, c.steps, padded, B);
+      }
+      for (int64_t i = 0; i < c.blocks; i++) {
+        Vec *own = before + (i * shape.run + chunk - first) * padded;
+        if (chunk == first)
+          std::memcpy(own, grad.starts + kept_at(shape, row, c.first + i, first / shape.run), sizeof(Vec) * padded);
+        if (chunk == last) continue;
+        std::memcpy(own + padded, own, sizeof(Vec) * padded);
+        for (int t = 0; t < c.steps; t++) u[i * CHUNK + t] *= dt[i * CHUNK + t];
+        for (int64_t n = 0; n < padded; n += TILE)
+          advance<LAST>(c.steps, padded, dt + i * CHUNK, u + i * CHUNK, rate + i * padded + n, B + n, nullptr,
+                        resets(c), own + padded + n, nullptr, nullptr, nullptr);
+      }
+    }
+  }
+
+  void gradients(int64_t chunk, float *dB_part, float *dC_part) {
+    const Chunk c = chunk_of(s, shape, row, group, chunk);
     load_chunk(s, s.x, c, -CHUNK, x);
     load_chunk(s, s.dt, c, -CHUNK, dt);
     load_chunk(s, grad.y, c, -CHUNK, g);
@@ -274,16 +338,16 @@ void backward_group(const Scan &s, const Shape &shape, const ScanGradients &grad
       for (int64_t i = 0; i < c.blocks; i++) {
         const int64_t at = i * CHUNK, k = i * padded + n;
         Vec state[TILE];
-        std::memcpy(state, grad.starts + kept_at(shape, row, c.first + i, chunk) + n, sizeof state);
+        std::memcpy(state, before + (i * shape.run + chunk % shape.run) * padded + n, sizeof state);
         std::memcpy(h, state, sizeof state);
-        advance<true>(c.steps, padded, dt + at, u + at, rate + k, B + n, C + n, resets, state, nullptr, a, h + TILE);
-        retreat(c.steps, padded, dt + at, u + at, g + at, A + k, B + n, C + n, a, h, q + k, dA + k, dB, dC, du + at,
-                ddt + at);
+        advance<ALL>(c.steps, padded, dt + at, u + at, rate + k, B + n, nullptr, resets(c), state, nullptr, a, h + TILE);
+        retreat(c.steps, padded, dt + at, u + at, g + at, A + k, B + n, C + n, resets(c), a, h, q + k, dA + k, dB, dC,
+                du + at, ddt + at);
       }
       for (int t = 0; t < c.steps; t++)
         for (int64_t k = 0; k < TILE && n + k < s.size; k++) {
-          dB_part[(c.start + t) * s.size + n + k] = lane_sum(dB[t * TILE + k]);
-          dC_part[(c.start + t) * s.size + n + k] = lane_sum(dC[t * TILE + k]);
+          dB_part[t * s.size + n + k] = lane_sum(dB[t * TILE + k]);
+          dC_part[t * s.size + n + k] = lane_sum(dC[t * TILE + k]);
         }
     }
     for (int64_t i = 0; i < c.blocks; i++) {
@@ -297,17 +361,14 @@ void backward_group(const Scan &s, const Shape &shape, const ScanGradients &grad
     store_chunk(s, grad.x, c, du);
     store_chunk(s, grad.dt, c, ddt);
   }
-  for (int64_t i = 0; i < c.blocks; i++) {
-    store_matrix(s, grad.A + row * s.width * s.size, c.first + i, dA + i * padded);
-    store_matrix(s, grad.h0 + row * s.width * s.size, c.first + i, q + i * padded);
-    std::memcpy(grad.D + row * s.width + (c.first + i) * LANES, dD + i, 4 * lanes_of(s, c.first + i));
-  }
-}
 
-void sum_parts(const float *parts, int64_t count, int64_t numbers, float *out) {
+  const uint8_t *resets(const Chunk &c) const { return s.resets ? s.resets + row * s.length + c.start : nullptr; }
+};
+
+void sum_parts(const float *parts, int64_t stride, int64_t count, int64_t numbers, float *out) {
   std::memcpy(out, parts, sizeof(float) * numbers);
   for (int64_t part = 1; part < count; part++)
-    for (int64_t i = 0; i < numbers; i++) out[i] += parts[part * numbers + i];
+    for (int64_t i = 0; i < numbers; i++) out[i] += parts[part * stride + i];
 }
 
 }  // namespace phylon
@@ -321,7 +382,7 @@ int64_t scan_starts(int64_t batch, int64_t length, int64_t width, int64_t size) 
   Scan s{};
   s.batch = batch, s.length = length, s.width = width, s.size = size;
   const Shape shape(s);
-  return batch * shape.blocks * shape.chunks * shape.padded * LANES;
+  return batch * shape.blocks * shape.kept() * shape.padded * LANES;
 }
 
 // Fills y and h (B, D, N); `starts` is null where no backward pass follows.
@@ -335,16 +396,24 @@ void scan_forward(const Scan *s, const Tensor *y, float *h, Vec *starts) {
 
 void scan_backward(const Scan *s, const ScanGradients *grad) {
   const Shape shape(*s);
-  const int64_t tasks = s->batch * shape.groups, numbers = s->length * s->size;
+  const int64_t tasks = s->batch * shape.groups, longest = shape.part * CHUNK;
+  const int64_t numbers = (s->length < longest ? s->length : longest) * s->size;
   if (int64_t(sums.size()) < 2 * tasks * numbers) sums.resize(2 * tasks * numbers);
   float *dB = sums.data(), *dC = dB + tasks * numbers;
-#pragma omp parallel for schedule(dynamic) num_threads(s->threads)
-  for (int64_t i = 0; i < tasks; i++)
-    backward_group(*s, shape, *grad, dB + i * numbers, dC + i * numbers, i / shape.groups, i % shape.groups);
-  for (int64_t row = 0; row < s->batch; row++) {
-    const int64_t first = row * shape.groups;
-    sum_parts(dB + first * numbers, shape.groups, numbers, grad->B + row * numbers);
-    sum_parts(dC + first * numbers, shape.groups, numbers, grad->C + row * numbers);
+#pragma omp parallel num_threads(s->threads)
+  for (int64_t first = (shape.chunks - 1) / shape.part * shape.part; first >= 0; first -= shape.part) {
+    const int64_t last = first + shape.part < shape.chunks ? first + shape.part : shape.chunks;
+    const int64_t start = first * CHUNK, end = last * CHUNK < s->length ? last * CHUNK : s->length;
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < tasks; i++)
+      BackwardGroup(*s, shape, *grad, i / shape.groups, i % shape.groups)
+          .run(first, last, dB + i * numbers, dC + i * numbers);
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < 2 * s->batch; i++) {
+      const int64_t row = i / 2, at = (row * s->length + start) * s->size;
+      sum_parts((i % 2 ? dC : dB) + row * shape.groups * numbers, numbers, shape.groups, (end - start) * s->size,
+                (i % 2 ? grad->C : grad->B) + at);
+    }
   }
 }
 }

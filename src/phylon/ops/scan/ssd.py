@@ -1,6 +1,7 @@
 """Mamba-2's state-space duality in chunks: matrix products inside a chunk, a state between chunks.
 
-Dao and Gu (arXiv:2405.21060), section 6. Only one chunk's (B, H, L, L) weights ever exist.
+Dao and Gu (arXiv:2405.21060), section 6. Only one chunk's (B, H, L, L) weights ever exist. Where rows hold several
+documents every chunk holds tokens of one: in a product with zeros a NaN would pass from one to the other.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from phylon.ops.scan.call import SSDCall, cleared, kept, wide
+from phylon.ops.scan.call import SSDCall, cleared, wide
 
 CHUNK = 64
 
@@ -35,11 +36,39 @@ class SSDChunked:
         by_time = (x.unflatten(2, shape), dt.unflatten(2, shape), B, C)
         constant = (A.unflatten(0, shape), D.unflatten(0, shape))
         h = h.unflatten(1, shape)  # (B, G, R, P, N), R heads a group
+        resets = call.breaks.resets
         if length == 1:
-            y, h = _step(h, *by_time, kept(call.breaks.resets, x.dtype), *constant)
+            y, h = _step(h if resets is None else _fresh(h, resets), *by_time, *constant)
+        elif resets is None:
+            y, h = in_chunks(_chunk, CHUNK, (*by_time, None), constant, h)
         else:
-            y, h = in_chunks(_chunk, CHUNK, (*by_time, call.breaks.resets), constant, h)
-        return y.flatten(2, 3).to(call.x.dtype), h.flatten(1, 2)
+            place = _places(resets)
+            starts = _placed(resets, place)
+            y, h = in_chunks(_chunk, CHUNK, (*(_placed(t, place) for t in by_time), starts), constant, h)
+            y = y.gather(1, _like(place, y))
+        return cleared(y.flatten(2, 3), call.breaks.real).to(call.x.dtype), h.flatten(1, 2)
+
+
+def _places(resets: Tensor) -> Tensor:
+    """Where each token (B, T) goes, so that every document begins a chunk."""
+    index = torch.arange(resets.shape[1], device=resets.device)
+    offset = (index - torch.where(resets, index, 0).cummax(1).values) % CHUNK
+    return ((offset == 0).cumsum(1) - 1) * CHUNK + offset
+
+
+def _placed(x: Tensor, place: Tensor) -> Tensor:
+    """``x`` (B, T, …) at its places, zeros between: as steps they leave the state as it is."""
+    length = (int(place[:, -1].max()) // CHUNK + 1) * CHUNK
+    return x.new_zeros(len(x), length, *x.shape[2:]).scatter(1, _like(place, x), x)
+
+
+def _like(place: Tensor, x: Tensor) -> Tensor:
+    return place.reshape(*place.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:])
+
+
+def _fresh(h: Tensor, starts: Tensor) -> Tensor:
+    """``h`` (B, G, R, P, N), zero in the rows where the first of ``starts`` (B, L) says so."""
+    return h.masked_fill(starts[:, 0, None, None, None, None], 0)
 
 
 def in_chunks(
@@ -73,13 +102,11 @@ def in_chunks(
 
 
 def _step(
-    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, keep: Tensor | None, A: Tensor, D: Tensor
+    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A chunk of one: ``x`` (B, 1, G, R, P), ``dt`` (B, 1, G, R), ``B``, ``C`` (B, 1, G, N)."""
     x, dt = x[:, 0], dt[:, 0]
     decay = torch.exp(dt * A)
-    if keep is not None:
-        decay = decay * keep[:, :, None]
     inputs = (dt[..., None] * x)[..., None] * B[:, 0, :, None, None, :]
     h = torch.addcmul(inputs, decay[..., None, None], h)
     y = (h @ C[:, 0, :, None, :, None])[..., 0]
@@ -87,11 +114,15 @@ def _step(
 
 
 def _chunk(
-    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, resets: Tensor | None, A: Tensor, D: Tensor
+    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, starts: Tensor | None, A: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """``x`` (B, L, G, R, P), ``dt`` (B, L, G, R), ``B``, ``C`` (B, L, G, N), ``h`` (B, G, R, P, N)."""
+    """``x`` (B, L, G, R, P), ``dt`` (B, L, G, R), ``B``, ``C`` (B, L, G, N), ``h`` (B, G, R, P, N).
+
+    Tokens of one document, the first of its own where ``starts`` (B, L) says so.
+    """
+    h = h if starts is None else _fresh(h, starts)
     logs = (dt * A).permute(0, 2, 3, 1)  # (B, G, R, L)
-    decay, since_start = _decays(logs, resets)
+    decay, since_start = _decays(logs)
     u = (x * dt[..., None]).permute(0, 2, 3, 1, 4)  # (B, G, R, L, P)
     B_GLN, C_GLN = B.transpose(1, 2), C.transpose(1, 2)
     # Inside the chunk: weights (B, G, R, L, L), as attention without a softmax.
@@ -104,7 +135,7 @@ def _chunk(
     return torch.addcmul(y.permute(0, 3, 1, 2, 4), x, D[..., None]), h
 
 
-def _decays(logs: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
+def _decays(logs: Tensor) -> tuple[Tensor, Tensor]:
     """What is left at step i of step j's input (…, L, L), zero for j > i, and of the state before the chunk (…, L).
 
     The exponents are sums over j < k <= i, not differences of sums from the start, which would cancel.
@@ -113,9 +144,4 @@ def _decays(logs: Tensor, resets: Tensor | None) -> tuple[Tensor, Tensor]:
     below = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril(-1)
     sums = logs[..., None].expand(*logs.shape, length).masked_fill(~below, 0).cumsum(-2)
     unseen = ~(below | torch.eye(length, dtype=torch.bool, device=logs.device))
-    since_start = torch.exp(logs.cumsum(-1))
-    if resets is not None:
-        documents = resets.cumsum(1)[:, None, None]  # (B, 1, 1, L)
-        unseen = unseen | (documents[..., :, None] != documents[..., None, :])
-        since_start = since_start.masked_fill(documents != 0, 0)
-    return torch.exp(sums.masked_fill(unseen, float("-inf"))), since_start
+    return torch.exp(sums.masked_fill(unseen, float("-inf"))), torch.exp(logs.cumsum(-1))

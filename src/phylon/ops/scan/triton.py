@@ -45,7 +45,7 @@ class ScanTriton:
         h = x.new_zeros(len(x), *A.shape) if call.state is None else call.state.to(x.dtype)
         keep = kept(call.breaks.resets, x.dtype)
         y, h = _Scan.apply(*(t.contiguous() for t in (x, dt, A, B, C, D)), h, keep)
-        return y.to(call.x.dtype), h
+        return cleared(y, call.breaks.real).to(call.x.dtype), h
 
 
 class _Scan(torch.autograd.Function):

@@ -23,6 +23,14 @@ def _step(x, dt, keep, token, channels, real, width, KEEP: tl.constexpr):
 
 
 @triton.jit
+def _kept(h, factor, KEEP: tl.constexpr):
+    """``h`` where the factor is 1, zero where it is 0: a product would leave NaN and infinity."""
+    if KEEP:
+        h = tl.where(factor > 0, h, 0.0)
+    return h
+
+
+@triton.jit
 def forward(
     x,
     dt,
@@ -60,7 +68,7 @@ def forward(
         x_t, dt_t, factor = _step(x, dt, keep, token, channels, real, width, KEEP)
         b_t = tl.load(b + token * size + n, mask=state, other=0.0)
         c_t = tl.load(c + token * size + n, mask=state, other=0.0)
-        h = tl.exp(dt_t[:, None] * rate) * (h * factor) + (dt_t * x_t)[:, None] * b_t[None, :]
+        h = tl.exp(dt_t[:, None] * rate) * _kept(h, factor, KEEP) + (dt_t * x_t)[:, None] * b_t[None, :]
         tl.store(y + token * width + channels, tl.sum(h * c_t[None, :], 1) + skip * x_t, mask=real)
     tl.store(last + row * width * size + place, h, mask=both)
 
@@ -119,7 +127,7 @@ def backward(
             token = row * n_tokens + t
             x_t, dt_t, factor = _step(x, dt, keep, token, channels, real, width, KEEP)
             b_t = tl.load(b + token * size + n, mask=state, other=0.0)
-            h = h * factor
+            h = _kept(h, factor, KEEP)
             tl.store(own + (t - begin) * width * size, h, mask=both)
             h = tl.exp(dt_t[:, None] * rate) * h + (dt_t * x_t)[:, None] * b_t[None, :]
         # Threads read what others wrote, and at the end of the chunk write where others read.
@@ -145,7 +153,7 @@ def backward(
             at = token * width + channels
             tl.store(d_x + at, d_input * dt_t + g_t * skip, mask=real)
             tl.store(d_dt + at, d_input * x_t + tl.sum(d_decay * rate, 1), mask=real)
-            d_h = d_h * decay * factor
+            d_h = _kept(d_h * decay, factor, KEEP)
         tl.debug_barrier()
     tl.store(d_a + row * width * size + place, d_rate, mask=both)
     tl.store(d_d + row * width + channels, d_skip, mask=real)
