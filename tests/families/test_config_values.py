@@ -75,6 +75,38 @@ def test_a_number_is_no_switch() -> None:
         read("llama", said_by("llama") | {"partial_rotary_factor": True})
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_number_is_cut(name: str) -> None:
+    """Where a whole number is meant, one with a fraction is refused; where any number is, it is read as it is."""
+    n_refused = 0
+    for case in range(len(FORMATS[name].cases())):
+        try:
+            said = said_by(name, case)
+        except UserError:  # a case that this format cannot say
+            continue
+        cut = dict(with_value(said, 7, (int,)))
+        for key, config in with_value(said, 7.625, (int,)):
+            refused = refusal_of(name, config)
+            if refused is None:
+                assert read(name, config) != read(name, cut[key]), key
+            else:
+                assert key in refused, (key, refused)
+                n_refused += 1
+    assert n_refused > 4
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+@pytest.mark.parametrize("value", [16.7, 16.0, "16", True, [16], 0, -1])
+def test_the_length_that_frequencies_were_made_for_is_a_whole_number(kind: str, value: Any) -> None:
+    table = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    table = {key: said for key, said in table.items() if kind == "llama3" or "freq" not in key}
+    with pytest.raises(
+        UserError, match=r"there rope_scaling: 'original_max_position_embeddings' (must be int|is -?\d)"
+    ):
+        read("llama", said_by("llama") | {"rope_scaling": table | {"original_max_position_embeddings": value}})
+    read("llama", said_by("llama") | {"rope_scaling": table | {"original_max_position_embeddings": 16}})
+
+
 def refusal_of(name: str, said: dict[str, Any]) -> str | None:
     try:
         read(name, said)

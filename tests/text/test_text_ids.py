@@ -291,6 +291,52 @@ def test_bad_gguf_headers(real):
         tokenizer_from_gguf({"general.name": "x"})
 
 
+SMALL = {
+    "gpt2": {"model": "gpt2", "tokens": ["a", "b", "ab", "<s>"], "merges": ["a b"], "token_type": [1, 1, 1, 3]},
+    "llama": {
+        "model": "llama",
+        "tokens": ["<unk>", "a", "b", "ab"],
+        "scores": [0.0, -3.0, -2.0, -1.0],
+        "token_type": [2, 1, 1, 1],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "values"),
+    [
+        ("gpt2", "tokens", ("abcd", [1, 2, 3, 4], None)),
+        ("gpt2", "merges", ("a b", [1])),
+        ("gpt2", "token_type", ([1, 1, 1, 3.7], [1, 1, 1, True])),
+        ("gpt2", "bos_token_id", (1.7, "1", True, [1])),
+        ("gpt2", "add_bos_token", ("no", 1)),
+        ("llama", "scores", ([0.0, -3.0, -2.0, "-1"], [0.0, -3.0, -2.0, True])),
+        ("llama", "token_type", ([2, 1, 1, 1.9],)),
+        ("llama", "add_space_prefix", ("x", 0)),
+        ("llama", "remove_extra_whitespaces", (3,)),
+        ("llama", "precompiled_charsmap", ([1.5], "x")),
+    ],
+)
+def test_values_of_another_kind_in_gguf_headers(kind, key, values):
+    """Refused by the key, never cut to a whole number nor read as "yes"."""
+    header = {f"tokenizer.ggml.{name}": value for name, value in SMALL[kind].items()}
+    assert tokenizer_from_gguf(header).vocab_size == 4
+    for value in values:
+        with pytest.raises(UserError, match=f"tokenizer.ggml.{key} must be"):
+            tokenizer_from_gguf(header | {f"tokenizer.ggml.{key}": value})
+    with pytest.raises(UserError, match="chat_template must be a text"):
+        tokenizer_from_gguf(header | {"tokenizer.chat_template": 3})
+
+
+def test_a_flag_of_an_added_token_is_no_text(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\n[CLS]\n[SEP]\n[PAD]\n[MASK]\n")
+    for value in ("false", 1, None):
+        entry = {"content": "<x>", "lstrip": value}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"5": entry}}))
+        with pytest.raises(UserError, match=r"tokenizer_config.json: 'lstrip' of the added token '5' must be true or"):
+            load_tokenizer(tmp_path)
+
+
 def test_a_failed_save_leaves_nothing(real, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot save the tokenizer"):

@@ -15,7 +15,7 @@ import torch
 
 from phylon.checkpoint.files import quoted
 from phylon.checkpoint.moves import LoadPlan, Move, StoredDtypes, Unmapped
-from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Fallback, Rename, Rule, Shape, Tied
+from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Rename, Rule, Shape, Tied
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
@@ -48,6 +48,7 @@ class Layout:
         self._every = every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
+        self._plain_drops = [regex for regex, _ in self._drops]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
         self._computed = [rule for rule in every if isinstance(rule, Computed)]
         self._drops += [(_regex(r.theirs), Drop(r.theirs, "computed from the configuration")) for r in self._computed]
@@ -68,8 +69,6 @@ class Layout:
             if any(name.startswith("heads.") for name in ours):
                 continue
             kept.append(rule if isinstance(rule, Constant) else replace(rule, theirs=rename(rule.theirs)))
-            if isinstance(rule, Fallback):
-                kept[-1] = Fallback(rename(rule.theirs), rule.ours, rename(rule.other))
             if isinstance(rule, Tied):
                 kept[-1] = Tied(rename(rule.theirs), rule.ours, tuple(rename(name) for name in rule.aliases))
         prefix = rename(self._prefix) if self._prefix else ""
@@ -106,12 +105,6 @@ class Layout:
             for name, shape in move.foreign:
                 options = (name, *move.aliases)
                 there = [n for n in (self._stripped(n, bare) for n in options) if n in theirs]
-                if not there and isinstance(move.rule, Fallback) and self._stripped(move.rule.other, bare) in theirs:
-                    other = self._stripped(move.rule.other, bare)
-                    if theirs[other].shape != shape:
-                        found.misshaped.append(_misshaped(other, theirs[other].shape, shape))
-                    names.append(other)
-                    continue
                 if not there:
                     found.missing.append(self._stripped(name, bare))
                     found.beside += self._copies_of(move, theirs, bare)
@@ -167,16 +160,18 @@ class Layout:
                 params[name].fill_(value)
 
     def unread(self, plan: LoadPlan, source: TensorSource) -> dict[str, torch.Tensor]:
-        """What a file holds and its own code never reads, by the name it is written under.
+        """What a file holds and the model does not, by the name it is written under; copies, which take memory.
 
         Only what `unmap` would not make of the model itself, bit for bit: a `Copied` tensor unlike what is read, a
-        `Computed` one that is rounded otherwise, every `Checked` one.
+        `Computed` one that is rounded otherwise, every `Checked` and every dropped one.
         """
         held = {name: names[0] for move, names in plan.moves for name in move.ours if names}
         dropped = {name for name, _ in plan.dropped}
-        found: dict[str, torch.Tensor] = {}
+        made_of_ours = {rule.theirs for rule in (*self._copies, *self._computed)}
+        named = {self._written_name(name): name for name in dropped}
+        found = {name: source.read(own).clone() for name, own in named.items() if name not in made_of_ours}
         for rule in (*self._copies, *self._computed):
-            name = next((n for n in (rule.theirs, rule.theirs.removeprefix(self._prefix)) if n in dropped), None)
+            name = named.get(rule.theirs)
             if name is None or (isinstance(rule, Copied) and rule.ours not in held):
                 continue
             stored = source.read(name)
@@ -196,7 +191,7 @@ class Layout:
         """Ours in the foreign layout: pairs ``(name, tensor)``, each tensor made when it is reached.
 
         A tensor that ``stored`` knows, by its foreign name or by ours, is given back in the dtype it was stored in, and
-        one of ``unread`` as it is while it has the shape that the model asks for.
+        one of ``unread`` as it is while it has the shape that the model asks for, and while the layout drops it.
 
         Raises:
             UserError: a tensor of ours has no place in the layout, or is not the constant the layout takes for granted.
@@ -207,7 +202,9 @@ class Layout:
                 raise UserError(f"{quoted(name)} cannot be stored in this format, which takes it to be {value}")
         unread = unread or {}
         computed = [rule for rule in self._computed if not isinstance(rule, Checked) or rule.theirs in unread]
-        return Unmapped(moves, ours, computed, self._copies, stored or {}, unread)
+        made = {name for move in moves for name, _ in move.foreign}
+        dropped = [n for n in unread if n not in made and any(regex.fullmatch(n) for regex in self._plain_drops)]
+        return Unmapped(moves, ours, computed, self._copies, stored or {}, unread, dropped)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
         """Every tensor of ours with the one rule that makes it."""
@@ -264,6 +261,10 @@ class Layout:
                         f"{quoted(name)} is not what the configuration gives, and it would be passed over: correct "
                         "the configuration, or remove that tensor"
                     )
+
+    def _written_name(self, dropped: str) -> str:
+        """The name that a dropped tensor has in a file with the prefix."""
+        return dropped if any(regex.fullmatch(dropped) for regex, _ in self._drops) else self._prefix + dropped
 
     def _drop_reason(self, name: str, bare: bool) -> str | None:
         options = (name, self._prefix + name) if bare else (name,)

@@ -67,12 +67,15 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
         copies: Sequence[Copied],
         stored: StoredDtypes,
         unread: Mapping[str, torch.Tensor],
+        dropped: Sequence[str],
     ):
         self._moves, self._ours, self._computed, self._stored = moves, ours, computed, stored
         self._copies, self._unread = [rule for rule in copies if rule.ours in ours], unread
+        self._dropped = dropped
 
     def __len__(self) -> int:
-        return sum(len(move.foreign) for move in self._moves) + len(self._computed) + len(self._copies)
+        one_each = (*self._computed, *self._copies, *self._dropped)
+        return sum(len(move.foreign) for move in self._moves) + len(one_each)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for move in self._moves:
@@ -85,11 +88,14 @@ class Unmapped(Iterable[tuple[str, torch.Tensor]]):
             yield copy.theirs, self._own(copy.theirs, made)
         for rule in self._computed:
             yield rule.theirs, self._own(rule.theirs, rule.make())
+        for name in self._dropped:
+            yield name, self._unread[name]
 
     def names(self) -> frozenset[str]:
         """The foreign names; no tensor is made."""
         rules = (*self._copies, *self._computed)
-        return frozenset(name for move in self._moves for name, _ in move.foreign) | {rule.theirs for rule in rules}
+        made = {name for move in self._moves for name, _ in move.foreign} | {rule.theirs for rule in rules}
+        return frozenset(made | set(self._dropped))
 
     def _own(self, name: str, made: torch.Tensor) -> torch.Tensor:
         own = self._unread.get(name)

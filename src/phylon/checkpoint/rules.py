@@ -6,8 +6,8 @@ is read off our names, so one rule serves every block of a stack, and an absent 
 
 What a layout may do to a tensor: move it (`Rename`), turn it over (`Transpose`), join several of ours row by row
 (`Fused`, usually through `Concat`, `PermuteRotary` or the rows that `interleaved` and `rotary_rows` give), keep a stack
-apart (`Stack`), store it under several names (`Tied`) or else another (`Fallback`), or whatever else a pair of pure
-functions can undo (`Reshaped`). `Drop`, `Copied`, `Constant`, `Computed` and `Checked` say what only one side has.
+apart (`Stack`), store it under several names (`Tied`), or whatever else a pair of pure functions can undo
+(`Reshaped`). `Drop`, `Copied`, `Constant`, `Computed` and `Checked` say what only one side has.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,14 +88,6 @@ class Tied(Rule):
     @property
     def aliases(self) -> tuple[str, ...]:
         return (self.others,) if isinstance(self.others, str) else self.others
-
-
-@dataclass(frozen=True)
-class Fallback(Rule):
-    """One parameter stored as ``theirs``; in files that lack it ``other`` holds it, perhaps for several at once."""
-
-    ours: str
-    other: str
 
 
 @dataclass(frozen=True)
@@ -190,7 +182,10 @@ class Reshaped(Rule):
 
 @dataclass(frozen=True)
 class Drop:
-    """Foreign tensors that carry nothing of the model, and why; never written back. ``*`` stands for anything."""
+    """Foreign tensors that carry nothing of the model, and why. ``*`` stands for anything.
+
+    Those that a file holds are given back to it (`Layout.unread`); none is made.
+    """
 
     theirs: str
     reason: str

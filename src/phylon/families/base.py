@@ -12,6 +12,7 @@ from phylon.checkpoint.files import quoted
 from phylon.checkpoint.source import TensorSource
 from phylon.families.lacking import lacking
 from phylon.families.neutral import CHECKED, NEUTRAL, refusal, shown
+from phylon.families.passed import wrong
 from phylon.model.spec import ModelSpec
 from phylon.spec.errors import UserError, did_you_mean
 
@@ -70,6 +71,7 @@ class Config:
         refused = refusal(data)
         if refused is not None:
             raise UserError(f"{where}: {refused}")
+        self._pass_over(NEUTRAL & data.keys())
 
     def but(self, changes: Mapping[str, Any], without: Collection[str] = ()) -> "Config":
         """The same file with other values of some keys, and without those that are understood already."""
@@ -175,8 +177,15 @@ class Config:
         return UserError(f"{self.where}: '{key}' is null; give its value, or remove it for {shown(default)}")
 
     def ignore(self, *keys: str) -> None:
-        """Keys that do not change the maths of a forward pass."""
+        """Keys that do not change the maths of a forward pass; each still holds what the reference has there."""
         self._left.difference_update(keys)
+        self._pass_over(keys)
+
+    def _pass_over(self, keys: Collection[str]) -> None:
+        for key in keys:
+            wanted = wrong(key, self._data.get(key))
+            if wanted is not None:
+                raise UserError(f"{self.where}: '{key}' must be {wanted}, got {shown(self._data[key])}")
 
     def finish(self, beside: str = "") -> None:
         """Refuse what nobody read: an unknown key may change the maths. ``beside``: the key that decides what may stand
@@ -191,13 +200,15 @@ class Config:
 class HFFormat:
     """Hugging Face folders of a family. ``write`` raises ``UserError`` for a spec the format cannot say.
 
-    ``departs``: why the reference's class computes something else than the configuration says, where it does.
+    ``stems``: what its classes' names begin with where that is not its model_type. ``departs``: why the reference's
+    class computes something else than the configuration says, where it does.
     """
 
     model_types: tuple[str, ...]
     read: Callable[[Config], ModelSpec]
     write: Callable[[ModelSpec], dict[str, Any]]
     layout: Callable[[ModelSpec], Layout]
+    stems: tuple[str, ...] = ()
     departs: Callable[[ModelSpec], str | None] = lambda spec: None
 
 

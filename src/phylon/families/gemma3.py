@@ -310,7 +310,13 @@ register_family(
         },
         cases=_cases,
         hf=decoder_format(
-            HFFormat(model_types=("gemma3_text",), read=read_config, write=write_config, layout=hf_layout),
+            HFFormat(
+                model_types=("gemma3_text",),
+                read=read_config,
+                write=write_config,
+                layout=hf_layout,
+                stems=("Gemma3",),
+            ),
             "Gemma3Text",
             token=None,
             span=None,

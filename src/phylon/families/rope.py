@@ -78,7 +78,7 @@ def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling 
         return None
     if kind == "linear":
         return LinearScaling(factor=table.number("factor", above=0))
-    original = int(table.number("original_max_position_embeddings", max_seq_len, above=0.5))
+    original = table.size("original_max_position_embeddings", max_seq_len)
     if kind == "dynamic":
         # Static at the length the model was made for: an override of ``seq_len`` stretches it further.
         factor = table.number("factor", above=0)

@@ -1,12 +1,12 @@
 """What encoder-decoders share: one embedding for source, target and head, and the parts foreign formats ask for.
 
-Where nothing is tied, the reference still keeps the shared table that nothing reads; its older releases let both stacks
-read that one.
+Where nothing is tied, the reference still keeps the shared table that nothing reads. Its older releases let both stacks
+read that one; a file of theirs lacks the tables that the reference reads now, and draws anew, and is refused by name.
 """
 
 from typing import Any
 
-from phylon.checkpoint import Copied, Fallback, Rename, Rule, Tied
+from phylon.checkpoint import Copied, Rename, Rule, Tied
 from phylon.families.base import Config
 from phylon.families.decoder import part
 from phylon.layers.heads.lm import LMHead
@@ -37,7 +37,7 @@ def embedding_rules(spec: ModelSpec, prefix: str, shared: str) -> list[Rule | Co
     if spec.ties:
         return [Tied(shared, EMBEDDING, (*mine.values(), "lm_head.weight"))]
     return [
-        *(Fallback(theirs, f"{stack}.embed.tokens.weight", shared) for stack, theirs in mine.items()),
+        *(Rename(theirs, f"{stack}.embed.tokens.weight") for stack, theirs in mine.items()),
         Copied(shared, EMBEDDING),
         Rename("lm_head.weight", TIED_HEAD.name),
     ]

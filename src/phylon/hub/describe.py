@@ -10,6 +10,7 @@ from typing import Any, Literal
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
 from phylon.families import Family, gguf_format, hf_format
+from phylon.families.architectures import check_architectures, check_stacks
 from phylon.families.base import Config, HFFormat, shown
 from phylon.hub.labels import hf_labels, native_labels
 from phylon.hub.names import find_model
@@ -20,8 +21,9 @@ from phylon.spec.serial import check_schema, from_data, to_json
 
 NATIVE_CONFIG = "phylon.json"
 
-_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_NATIVE_KEYS = ("schema", "family", "model", "generation", "labels", "kept", "kept_generation")
+ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +32,8 @@ class Description:
 
     ``written_as`` names the family in whose foreign format the model is to be saved again, where that is known.
     ``labels`` are the names of classes, by head.
-    ``kept`` is the ``config.json`` that the model came from, by this folder or an earlier one.
+    ``kept`` is the ``config.json`` that the model came from, by this folder or an earlier one, ``kept_generation`` the
+    ``generation_config.json`` beside it, if there was one.
     ``blame`` gives a refusal that names our arguments the keys of the file.
     """
 
@@ -44,6 +47,7 @@ class Description:
     labels: dict[str, tuple[str, ...]] = field(default_factory=dict)
     blame: Callable[[UserError], UserError] = lambda error: error
     kept: Mapping[str, Any] = field(default_factory=dict)
+    kept_generation: dict[str, Any] | None = None
 
 
 def describe(path_or_name: str | Path) -> Description:
@@ -68,7 +72,7 @@ def _native(path: Path) -> Description:
     data = read_json(path / NATIVE_CONFIG)
     try:
         check_schema(data)
-        unknown = [key for key in data if key not in ("schema", "family", "model", "generation", "labels", "kept")]
+        unknown = [key for key in data if key not in _NATIVE_KEYS]
         if unknown:
             raise UserError(f"unknown key {quoted(unknown[0])}")
         if not isinstance(data.get("family", ""), str):
@@ -76,7 +80,7 @@ def _native(path: Path) -> Description:
         spec = from_data(ModelSpec, data.get("model"))
         generation = from_data(GenerationDefaults, data.get("generation", {}))
         labels = native_labels(spec, data.get("labels", {}))
-        kept = _native_kept(data.get("kept", {}))
+        kept, kept_generation = (_native_kept(data, key) for key in ("kept", "kept_generation"))
     except UserError as error:
         raise UserError(f"{path / NATIVE_CONFIG}: {error}") from None
     return Description(
@@ -87,14 +91,17 @@ def _native(path: Path) -> Description:
         generation=generation,
         written_as=data.get("family"),
         labels=labels,
-        kept=kept,
+        kept=kept or {},
+        kept_generation=kept_generation,
     )
 
 
-def _native_kept(data: Any) -> dict[str, Any]:
-    if not isinstance(data, dict) or (data and not isinstance(data.get("model_type"), str)):
-        raise UserError("'kept' must be the table of a config.json, with its model_type")
-    return data
+def _native_kept(data: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The words of a foreign file, or ``None``. A ``kept`` of an early version may lack the model_type."""
+    kept = data.get(key)
+    if key in data and (not isinstance(kept, dict) or not isinstance(kept.get("model_type", ""), str)):
+        raise UserError(f"{key!r} must be the table of a JSON file, and a model_type in it a name")
+    return kept
 
 
 def _hf(path: Path) -> Description:
@@ -108,22 +115,18 @@ def _hf(path: Path) -> Description:
         family, fmt = hf_format(model_type, data)
     config = Config(data, where, lambda: _stored_names(path))
     try:
-        _one_architecture(config, fmt, data.get("architectures"))
+        names = data.get("architectures") or []
+        check_architectures(config, family, names)
+        _one_architecture(config, fmt, names)
         spec = fmt.read(config)
+        check_stacks(config, family, spec)
     except UserError as error:
         raise config.blame(error) from None
     extra = path / "generation_config.json"
-    files = {where: data} | ({str(extra): read_json(extra)} if there(extra) else {})
-    vocab_size = getattr(spec.last_stack.embed, "vocab_size", None)
-    generation = generation_defaults(files, vocab_size)
+    beside = read_json(extra) if there(extra) else None
+    generation = read_generation(spec, {where: data} | ({} if beside is None else {str(extra): beside}))
     with named(str(path)):
         labels = hf_labels(spec, data.get("id2label"))
-    if spec.encoder is not None and spec.decoder is not None and generation.decoder_start_id is None:
-        # T5 and Marian start from padding, also where a file does not say so.
-        pad = data.get("pad_token_id")
-        if pad is not None and generation.pad_id is None:
-            raise UserError(f"{where}: {_outside('pad_token_id', pad, vocab_size)}")
-        generation = generation.replace(decoder_start_id=generation.pad_id)
     return Description(
         path=path,
         format="hf",
@@ -134,15 +137,12 @@ def _hf(path: Path) -> Description:
         labels=labels,
         blame=config.blame,
         kept=data,
+        kept_generation=beside,
     )
 
 
-def _one_architecture(config: Config, fmt: HFFormat, names: Any) -> None:
+def _one_architecture(config: Config, fmt: HFFormat, names: list[str]) -> None:
     """Several architectures must be names of one model: nothing says which of them the weights are of."""
-    if not isinstance(names, list):
-        return
-    if not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"{config.where}: 'architectures' must be a list of names, got {shown(names)}")
     first, *others = dict.fromkeys(names) or [""]
     for other in others:
         try:
@@ -195,6 +195,19 @@ def _gguf(path: Path) -> Description:
     )
 
 
+def read_generation(spec: ModelSpec, files: Mapping[str, Mapping[str, Any]]) -> GenerationDefaults:
+    """`generation_defaults` of a model: ids are of its vocabulary, and an encoder-decoder starts from one."""
+    vocab_size = getattr(spec.last_stack.embed, "vocab_size", None)
+    found = generation_defaults(files, vocab_size)
+    if spec.encoder is None or spec.decoder is None or found.decoder_start_id is not None:
+        return found
+    # T5 and Marian start from padding, also where a file does not say so.
+    said = [(where, table["pad_token_id"]) for where, table in files.items() if table.get("pad_token_id") is not None]
+    for where, pad in said if found.pad_id is None else ():
+        raise UserError(f"{where}: {_outside('pad_token_id', pad, vocab_size)}")
+    return found.replace(decoder_start_id=found.pad_id)
+
+
 def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int | None = None) -> GenerationDefaults:
     """Special ids and sampling defaults from ``config.json`` and ``generation_config.json``, by path; later files win.
 
@@ -207,15 +220,15 @@ def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int 
     for where, table in files.items():
         said = {key: value for key, value in table.items() if value is not None}
         with named(where):
-            merged |= said | {key: _ids(key, said[key], vocab_size) for key in _ID_KEYS if key in said}
+            merged |= said | {key: _ids(key, said[key], vocab_size) for key in ID_KEYS if key in said}
             _check_sampling(said)
-    sampling = {name: merged[name] for name in _SAMPLING if name in merged}
+    sampling = {name: merged[name] for name in SAMPLING if name in merged}
     if sampling.get("top_k") == 0:
         del sampling["top_k"]
     if not merged.get("do_sample", False):
         # Settings of a sampler that the checkpoint does not turn on are not its defaults.
         sampling = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
-    bos, eos, pad, start = (merged.get(key, ()) for key in _ID_KEYS)
+    bos, eos, pad, start = (merged.get(key, ()) for key in ID_KEYS)
     return GenerationDefaults(
         bos_id=next(iter(bos), None),
         eos_ids=eos,
@@ -245,7 +258,7 @@ def _outside(key: str, token: int, vocab_size: int | None) -> str:
 def _check_sampling(said: Mapping[str, Any]) -> None:
     if not isinstance(said.get("do_sample", False), bool):
         raise UserError(f"'do_sample' must be true or false, got {shown(said['do_sample'])}")
-    for name in _SAMPLING:
+    for name in SAMPLING:
         # 0 is how the reference says that all tokens are candidates.
         if name in said and not (name == "top_k" and said[name] == 0 and not isinstance(said[name], bool)):
             try:

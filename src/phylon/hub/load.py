@@ -60,7 +60,7 @@ def load(
     model.stored_dtype = "+".join(sorted(plan.dtypes, key=lambda name: (-plan.dtypes[name], name)))
     model.tokenizer, model.generation = _tokenizer(found.path), found.generation
     model.family, model.labels = found.written_as, found.labels
-    model.kept = dict(found.kept)
+    model.kept, model.kept_generation = dict(found.kept), found.kept_generation
     model.unread = _unread(found, layout, plan, source)
     if dtype is not None:
         model.unread = {k: t.to(model.dtype) if t.is_floating_point() else t for k, t in model.unread.items()}
@@ -169,13 +169,18 @@ def _of_another_family(found: Description, source: TensorSource) -> tuple[str, b
 
 @cache
 def _case_layouts() -> dict[str, list[Layout]]:
-    """The layouts of every family's cases, those with the same names once."""
+    """The layouts of every family's cases and of their stacks alone, those with the same names once."""
     made: dict[str, list[Layout]] = {}
     for family in families():
         if family.hf is not None:
-            layouts = [family.hf.layout(case) for case in family.cases()]
+            cases = family.cases()
+            layouts = [family.hf.layout(case) for case in (*cases, *map(_without_heads, cases))]
             made[family.name] = list({tuple((r.theirs, r.aliases) for r in x.rules): x for x in layouts}.values())
     return made
+
+
+def _without_heads(spec: ModelSpec) -> ModelSpec:
+    return spec.replace(heads={}, ties=tuple(tie for tie in spec.ties if not tie.name.startswith("heads.")))
 
 
 def _fit(layouts: list[Layout], source: TensorSource) -> tuple[float, float]:

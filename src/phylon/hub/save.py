@@ -49,13 +49,14 @@ def save(
             data |= {} if model.family is None else {"family": model.family}
             data |= {"labels": model.labels} if model.labels else {}
             data |= {"kept": model.kept} if model.kept else {}
+            data |= {} if model.kept_generation is None else {"kept_generation": model.kept_generation}
             _write_json(beside / NATIVE_CONFIG, data)
             mine = identity(stored_tensors(model)).unmap(stored_tensors(model), model.stored_dtypes)
             tensors: Any = _Together(mine, [(UNREAD + name, tensor) for name, tensor in model.unread.items()])
         else:
             tensors = hf.layout(model.spec).unmap(stored_tensors(model), model.stored_dtypes, model.unread)
             _write_json(beside / "config.json", hf_config(model, hf, tensors.names()))
-            _write_json(beside / "generation_config.json", generation_config(model.generation))
+            _write_json(beside / "generation_config.json", generation_config(model))
         metadata = {"format": "pt"}
         write_safetensors(beside / "model.safetensors", tensors, metadata, max_shard_bytes=_SHARD_BYTES)
         if model.tokenizer is not None:

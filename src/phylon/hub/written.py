@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from phylon.families.base import Config, HFFormat
-from phylon.hub.describe import generation_defaults
+from phylon.hub.describe import SAMPLING, read_generation
 from phylon.hub.labels import hf_tables, names_the_classes
 from phylon.hub.load import stored_tensors
 from phylon.model import GenerationDefaults, Model
@@ -26,10 +26,12 @@ def hf_config(model: Model, hf: HFFormat, tensors: Collection[str]) -> dict[str,
     dtype say what is in use, and names of classes those of the model.
     """
     written, file = hf.write(model.spec), {key: value for key, value in model.kept.items() if key not in _DROPPED}
-    if file.get("model_type") not in hf.model_types:
+    if file.get("model_type", hf.model_types[0]) not in hf.model_types:
         file = {}
     said = _in_its_words(model, hf, written, file, tensors)
-    said |= {key: value for key, value in _spelled_ids(model.generation, file).items() if key not in written}
+    said |= {key: value for key, value in _spelled_ids(model, file).items() if key not in written}
+    if _sampling(model.generation) != _sampling(_meant(model)):
+        said = {key: value for key, value in said.items() if key not in SAMPLING}
     if not names_the_classes(file.get("id2label"), model):
         said = {key: value for key, value in said.items() if key not in _TABLES}
         said |= {key: written[key] for key in _TABLES if key in written} | hf_tables(model)
@@ -80,36 +82,53 @@ def _most(model: Model) -> str:
     return str(count.most_common(1)[0][0]).removeprefix("torch.")
 
 
-def generation_config(generation: GenerationDefaults) -> dict[str, Any]:
-    """``generation_config.json``: the special ids there are and the sampler's defaults."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    sampling = {name: value for name in names if (value := getattr(generation, name)) is not None}
-    turned_on = any(name != "repetition_penalty" for name in sampling)
-    ids = {key: value for key, value in _ids(generation).items() if value is not None}
-    return {**ids, **sampling, **({"do_sample": True} if turned_on else {})}
+def generation_config(model: Model) -> dict[str, Any]:
+    """``generation_config.json``: that of the file the model came from, with what has changed since.
+
+    Where there was none: the special ids there are and the sampler's defaults.
+    """
+    now, file = model.generation, model.kept_generation
+    before = GenerationDefaults() if file is None else _meant(model)
+    said = dict(file or {})
+    changed = {key: value for key, value in _ids(now).items() if value != _ids(before)[key]}
+    said = {key: value for key, value in said.items() if key not in changed}
+    said |= {key: value for key, value in changed.items() if value is not None}
+    if _sampling(now) == _sampling(before):
+        return said
+    # A sampler that is turned on would also bring back settings that were written and not in use.
+    said = {key: value for key, value in said.items() if key not in SAMPLING} | _sampling(now)
+    on, was_on = (any(name != "repetition_penalty" for name in _sampling(x)) for x in (now, before))
+    return said if on == was_on else said | {"do_sample": on}
+
+
+def _meant(model: Model) -> GenerationDefaults:
+    """What the words that came with a model say of generation."""
+    files = {"config.json": model.kept, "generation_config.json": model.kept_generation or {}}
+    try:
+        return read_generation(model.spec, files)
+    except UserError:
+        return GenerationDefaults()
+
+
+def _sampling(generation: GenerationDefaults) -> dict[str, Any]:
+    return {name: value for name in SAMPLING if (value := getattr(generation, name)) is not None}
 
 
 def _ids(generation: GenerationDefaults) -> dict[str, Any]:
     eos: Any = list(generation.eos_ids)
-    start = generation.decoder_start_id
     return {
         "bos_token_id": generation.bos_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else eos,
         "pad_token_id": generation.pad_id,
-        **({} if start is None else {"decoder_start_token_id": start}),
+        "decoder_start_token_id": generation.decoder_start_id,
     }
 
 
-def _spelled_ids(generation: GenerationDefaults, file: dict[str, Any]) -> dict[str, Any]:
-    """The ids, those of a file in its own words; where it is silent, none is said of one that there is not."""
-    ids = _ids(generation)
-
-    def means_the_same(key: str) -> bool:
-        own = generation_defaults({"config.json": {key: file[key]}})
-        # More texts' ends may be said beside it, in generation_config.json.
-        return _ids(own).get(key) == ids.get(key) or (
-            key == "eos_token_id" and own.eos_ids != () and set(own.eos_ids) <= set(generation.eos_ids)
-        )
-
-    said = {key: file[key] for key in (*ids, "decoder_start_token_id") if key in file and means_the_same(key)}
-    return {key: value for key, value in ids.items() if value is not None or key in file or not file} | said
+def _spelled_ids(model: Model, file: dict[str, Any]) -> dict[str, Any]:
+    """The ids: in the words of a file, or its silence, where the files still mean what is in use."""
+    now, before = _ids(model.generation), _ids(_meant(model))
+    if not file:
+        return {key: value for key, value in now.items() if value is not None or key != "decoder_start_token_id"}
+    own = {key: file[key] for key in now if key in file and now[key] == before[key]}
+    new = {key: value for key, value in now.items() if value != before[key] and (value is not None or key in file)}
+    return own | new

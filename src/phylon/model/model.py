@@ -38,8 +38,9 @@ class Model(Part):
     ``tokenizer`` and ``generation`` come with a checkpoint, ``family`` is whose format it is saved in, ``labels`` are
     the names of a head's classes in order, by head, where they have names, and ``stored_dtypes`` says what is given
     back in another dtype than the parameter has: by name, as stored and as loaded.
-    ``kept`` is the ``config.json`` it came from, and ``unread`` holds tensors that came beside it and that no code
-    reads, by their foreign name and as stored: both go back with it, the first as far as it is still true.
+    ``kept`` is the ``config.json`` it came from, ``kept_generation`` the ``generation_config.json`` if there was one,
+    and ``unread`` holds tensors that came beside it and that the model has no use for, by their foreign name and as
+    stored: all go back with it, the words as far as they are still true.
     Build with ``phylon.build``, load with ``phylon.load``.
     """
 
@@ -57,6 +58,7 @@ class Model(Part):
         self.family: str | None = None
         self.labels: dict[str, tuple[str, ...]] = {}
         self.kept: dict[str, Any] = {}
+        self.kept_generation: dict[str, Any] | None = None
         self.unread: dict[str, Tensor] = {}
         self.taps: Taps | None = None
         for name, module in self.named_modules():

@@ -45,6 +45,15 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre.PreTokenizer]] = {
 }
 
 _PREFIX = "tokenizer.ggml."
+_LISTS: dict[str, tuple[type, ...]] = {
+    "tokens": (str,),
+    "merges": (str,),
+    "scores": (float, int),
+    "token_type": (int,),
+    "precompiled_charsmap": (int,),
+}
+_SWITCHES = ("add_bos_token", "add_eos_token", "add_space_prefix", "remove_extra_whitespaces")
+_NAMES = {str: "texts", float: "numbers", int: "whole numbers"}
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -60,7 +69,8 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     builders = {"gpt2": _from_gpt2, "llama": _from_spm, "t5": _from_spm}
     if kind not in builders:
         raise UserError(f"GGUF vocabulary kind '{kind}' is not supported{did_you_mean(str(kind), builders)}")
-    tokens = [str(token) for token in data["tokens"]]
+    _check_kinds(data, metadata.get("tokenizer.chat_template"))
+    tokens = list(data["tokens"])
     for name in ("scores", "token_type"):
         if name in data and len(data[name]) != len(tokens):
             raise UserError(f"GGUF vocabulary: {len(tokens)} tokens but {len(data[name])} of tokenizer.ggml.{name}")
@@ -82,13 +92,30 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     )
 
 
+def _check_kinds(data: Mapping[str, Any], template: Any) -> None:
+    """Refuse a value of another kind than llama.cpp reads under its key."""
+    for key, kinds in _LISTS.items():
+        value = data.get(key, [])
+        if not isinstance(value, list) or not {type(item) for item in value} <= set(kinds):
+            raise UserError(f"GGUF vocabulary: {_PREFIX}{key} must be a list of {_NAMES[kinds[0]]}")
+    wrong = [key for key in _SWITCHES if not isinstance(data.get(key, False), bool)]
+    if wrong:
+        raise UserError(f"GGUF vocabulary: {_PREFIX}{wrong[0]} must be true or false, got {data[wrong[0]]!r:.80}")
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"GGUF vocabulary: tokenizer.chat_template must be a text, got {template!r:.80}")
+
+
 def _id(data: dict[str, Any], name: str, size: int) -> int | None:
-    value = data.get(f"{name}_token_id")
-    if value is None or value == 0xFFFFFFFF:
+    key, value = f"{_PREFIX}{name}_token_id", data.get(f"{name}_token_id")
+    if value is None:
         return None
-    if not 0 <= int(value) < size:
-        raise UserError(f"GGUF vocabulary: tokenizer.ggml.{name}_token_id is {value}, but there are {size} tokens")
-    return int(value)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"GGUF vocabulary: {key} must be a whole number, got {value!r:.80}")
+    if value == 0xFFFFFFFF:
+        return None
+    if not 0 <= value < size:
+        raise UserError(f"GGUF vocabulary: {key} is {value}, but there are {size} tokens")
+    return value
 
 
 def _from_gpt2(tokens: list[str], data: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -98,7 +125,7 @@ def _from_gpt2(tokens: list[str], data: dict[str, Any]) -> tokenizers.Tokenizer:
         raise UserError(
             f"tokenizer.ggml.pre '{name}' is not known{did_you_mean(str(name), PRE_TOKENIZERS)}; {known} are"
         )
-    merges = [tuple(str(merge).split(" ")) for merge in data.get("merges", ())]
+    merges = [tuple(merge.split(" ")) for merge in data.get("merges", ())]
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         backend = tokenizers.Tokenizer(
@@ -120,10 +147,10 @@ def _from_spm(tokens: list[str], data: dict[str, Any]) -> tokenizers.Tokenizer:
             raise UserError(f"GGUF vocabulary of kind '{data['model']}' needs tokenizer.ggml.{name}")
     triples = zip(tokens, data["scores"], data["token_type"], strict=True)
     model = SpmModel(
-        pieces=[(token, float(score), int(kind)) for token, score, kind in triples],
+        pieces=list(triples),
         kind="bpe" if data["model"] == "llama" else "unigram",
-        add_dummy_prefix=bool(data.get("add_space_prefix", True)),
-        remove_extra_whitespaces=bool(data.get("remove_extra_whitespaces", False)),
+        add_dummy_prefix=data.get("add_space_prefix", True),
+        remove_extra_whitespaces=data.get("remove_extra_whitespaces", False),
         charsmap=bytes(data.get("precompiled_charsmap", b"")),
     )
     return build_spm(model)

@@ -224,7 +224,11 @@ def _add_tokens(backend: tokenizers.Tokenizer, folder: Path, config: dict[str, A
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
         for key, entry in config.get("added_tokens_decoder", {}).items():
-            tokens[_id(key)] = AddedToken(entry["content"], **{flag: bool(entry.get(flag)) for flag in flags})
+            wrong = [flag for flag in flags if not isinstance(entry.get(flag, False), bool)]
+            if wrong:
+                where = f"{folder / 'tokenizer_config.json'}: '{wrong[0]}' of the added token {_short(key)}"
+                raise UserError(f"{where} must be true or false, got {_short(entry[wrong[0]])}")
+            tokens[_id(key)] = AddedToken(entry["content"], **{flag: entry.get(flag, False) for flag in flags})
         if there(folder / "added_tokens.json"):
             for content, id in read_json(folder / "added_tokens.json").items():
                 tokens.setdefault(_id(id), AddedToken(content, normalized=False, special=False))

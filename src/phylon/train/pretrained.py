@@ -55,7 +55,7 @@ def load_start(table: dict[str, Any], spec: ModelSpec, seed: int, device: str) -
     model = build(spec, seed=seed, dtype=dtype, device=device)
     model.tokenizer, model.generation, model.family = loaded.tokenizer, loaded.generation, loaded.family
     model.labels, model.kept = kept_labels(loaded.labels, loaded.spec, spec), dict(loaded.kept)
-    model.unread = loaded.unread
+    model.unread, model.kept_generation = loaded.unread, loaded.kept_generation
     old, new = stored_tensors(loaded), stored_tensors(model)
     with torch.no_grad():
         for name, tensor in new.items():

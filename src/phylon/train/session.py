@@ -167,6 +167,7 @@ class Session:
         model = build_model(mine.spec, dtype=mine.dtype, device=self.device)
         model.tokenizer, model.generation, model.family = mine.tokenizer, mine.generation, mine.family
         model.labels, model.kept, model.unread = mine.labels, mine.kept, mine.unread
+        model.kept_generation = mine.kept_generation
         if self.recipe.tune.lora is not None:
             add_lora(model, self.recipe.tune.lora)
         load_model_tensors(model, whole)
