@@ -205,7 +205,13 @@ INVISIBLE = {
     **{
         n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")
     },
-    "grouped bigbird": plain(pattern=BigBird(block=8, n_heads=4, n_random=1), kv=2),
+    "grouped bigbird": lambda t, s, dtype: made(
+        *(t, s, dtype),
+        kv=2,
+        pattern=BigBird(block=4, n_heads=4, n_random=1),
+        query=Records(torch.arange(s // 2, s // 2 + t)[None], None, None),  # in the middle: heads differ in keys
+        key=Records(torch.arange(s)[None], None, None),
+    ),
     "capped padding": packed("left", pattern=Causal(), softcap=2.0, bias=AlibiBias(ALIBI)),
 }
 
@@ -214,7 +220,7 @@ INVISIBLE = {
 @pytest.mark.parametrize("name", [*BACKENDS, "reference"])
 def test_what_is_invisible_reaches_nothing(name: str, feature: str) -> None:
     """NaN in queries that see nothing, in the gradients of their outputs, and in keys that no query of a head sees."""
-    for t, s in ((63, 63), (5, 40)):
+    for t, s in ((5, 40), (63, 63)) if feature != "grouped bigbird" else ((5, 40),):
         clean, setting = (INVISIBLE[feature](t, s, torch.float32) for _ in range(2))
         backend = Reference() if name == "reference" else usable(name, setting.call())
         mask = setting.call().mask()
@@ -223,7 +229,7 @@ def test_what_is_invisible_reaches_nothing(name: str, feature: str) -> None:
         blind = ~mask.any(-1).transpose(1, 2)
         unseen = ~mask.any(2).unflatten(1, (n_kv, 4 // n_kv)).any(2).transpose(1, 2)
         hidden = [blind, unseen, unseen]
-        assert t == s or any(bool(x.any()) for x in hidden), "the feature hides something"
+        assert any(bool(x.any()) for x in hidden), "the feature hides something"
         with torch.no_grad():
             for x, nowhere in zip((setting.q, setting.k, setting.v), hidden, strict=True):
                 x.masked_fill_(nowhere[..., None], math.nan)
