@@ -76,7 +76,7 @@ class Layout:
 
     def fit(self, names: Iterable[str]) -> tuple[float, float]:
         """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""
-        rules = [[_regex(name) for name in (rule.theirs, *rule.aliases)] for rule in self.rules]
+        rules = [[_regex(name) for name in rule.their_names] for rule in self.rules]
         every = [(name, self._prefix + name) if self._prefix else (name,) for name in names]
 
         def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, ...]) -> bool:

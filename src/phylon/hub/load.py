@@ -174,8 +174,9 @@ def _case_layouts() -> dict[str, list[Layout]]:
     for family in families():
         if family.hf is not None:
             cases = family.cases()
-            layouts = [family.hf.layout(case) for case in (*cases, *map(_without_heads, cases))]
-            made[family.name] = list({tuple((r.theirs, r.aliases) for r in x.rules): x for x in layouts}.values())
+            alone = [family.hf.layout(_without_heads(case)).without_heads(lambda name: name) for case in cases]
+            layouts = [family.hf.layout(case) for case in cases] + alone
+            made[family.name] = list({tuple(r.their_names for r in x.rules): x for x in layouts}.values())
     return made
 
 
