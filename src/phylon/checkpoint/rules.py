@@ -196,6 +196,10 @@ class Drop:
     reason: str
 
 
+class Other(Drop):
+    """Foreign tensors of another model that the file holds too: they may be large, and stay there alone."""
+
+
 @dataclass(frozen=True)
 class Copied:
     """A foreign tensor that its own code keeps and never reads: passed over, and written as a copy of ``ours``.
