@@ -150,6 +150,11 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], Setting]] = {
     "buckets": with_parameter(
         "bias", lambda dtype: torch.linspace(-1, 1, 32).view(8, 4).to(dtype), lambda table: BucketBias(table, 20, True)
     ),
+    "alibi of one head": with_parameter("bias", lambda dtype: ALIBI[:1].to(dtype), AlibiBias),
+    "buckets of one head": with_parameter(
+        "bias", lambda dtype: torch.linspace(-1, 1, 8).view(8, 1).to(dtype), lambda table: BucketBias(table, 20, True)
+    ),
+    "packed alibi of one head": packed("packed", pattern=Causal(), bias=AlibiBias(ALIBI[:1])),
     "packed alibi": packed("packed", pattern=Causal(), bias=AlibiBias(ALIBI)),
     "softcap": plain(pattern=Causal(), softcap=1.5),
     "sink": with_parameter("sink", lambda dtype: torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=dtype), lambda sink: sink),
@@ -317,6 +322,22 @@ def test_any_strides(name: str) -> None:
     dense = Setting(*(x.detach().contiguous().requires_grad_() for x in (q, k, v)), {"pattern": Causal()})
     backend = usable(name, setting.call())
     for ours, exact in zip(results(backend, setting), results(Reference(), dense), strict=True):
+        assert_close(ours, exact, floor=1.0)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_overlapping_keys(name: str) -> None:
+    """Views that share memory, and whose tokens are no rows: the gradient has room of its own."""
+    shared = [torch.randn(2, 60, generator=torch.Generator().manual_seed(i)) for i in range(2)]
+    grads = []
+    for backend in (BACKENDS[name], Reference()):
+        keys, queries = (x.clone().requires_grad_() for x in shared)
+        k, q = keys.unfold(1, 16, 1)[:, :9, None], queries.unfold(1, 16, 2)[:, :9, None]
+        call = AttentionCall(q=q.expand(2, 9, 2, 16), k=k, v=k, pattern=Causal())
+        if backend is BACKENDS[name]:
+            usable(name, call)
+        grads.append(torch.autograd.grad(backend.run(call).square().sum(), (keys, queries)))
+    for ours, exact in zip(*grads, strict=True):
         assert_close(ours, exact, floor=1.0)
 
 

@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
             raise UserError("attention backend 'native' has no second derivative: use backend 'reference'")
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
-        dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+        dq, dk, dv, delta = _rows_like(q), _rows_like(k), _rows_like(v), torch.empty_like(lse)
         d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[5] else None
         d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[6] else None
         gradients = (
@@ -192,6 +192,12 @@ def _pack(
 def _view(x: Tensor) -> tuple[int, int, int, int]:
     batch, token, head, _ = x.stride()
     return x.data_ptr(), batch, token, head
+
+
+def _rows_like(x: Tensor) -> Tensor:
+    """Room for a gradient in rows side by side: ``empty_like`` an overlapping view keeps the order of its strides."""
+    made = torch.empty_like(x)
+    return made if made.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _rows(x: Tensor | None) -> tuple[int, int, int, int]:
