@@ -16,7 +16,7 @@ from phylon.model import build
 from phylon.spec import UserError
 from phylon.text import train_wordpiece
 from phylon.text.tokenizer import Joint
-from phylon.train import recipe_from_toml, train
+from phylon.train import Callback, recipe_from_toml, train
 from phylon.train.measures import bleu
 from phylon.train.objectives.answers import Answers, best_span
 from phylon.train.objectives.contrastive import Contrastive, pooled
@@ -405,3 +405,31 @@ def test_a_greedy_translation_is_as_long_as_a_searched_one_may_be(tmp_path, monk
     monkeypatch.setattr("phylon.train.objectives.translation.generate", lambda *_, **__: rows)
     decode = model.tokenizer.decode
     assert objective.translate(model, sources) == [decode(rows[0]["tokens"][:n]).strip() for n in (51, 59)]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_image_that_breaks_while_training_names_the_last_good_state_and_the_policy(tmp_path, saved):
+    from PIL import Image
+
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    base = TASKS["image_classes"][0]
+    source = next(line for line in base.splitlines() if line.startswith("source"))
+    text = base.replace(source, f'source = {{ kind = "image_folder", path = "{tmp_path}/images", channels = 1 }}')
+    recipe = recipe_from_toml(text.replace("n_classes = 3", "n_classes = 2"))
+    recipe = recipe.replace(run=recipe.run.replace(save_every=2 if saved else None))
+
+    class Break(Callback):
+        def record(self, record, state):
+            if state.step == 3:
+                for path in (tmp_path / "images").rglob("*.png"):
+                    path.write_bytes(path.read_bytes()[:60])
+
+    with pytest.raises(UserError, match=r"of step 3: cannot read the image '.*\.png': .*unreadable=skip") as caught:
+        train(recipe, out=tmp_path / "run", device="cpu", callbacks=[Break()])
+    state = f"last good state is {tmp_path}/run/checkpoints/step-00000002, --resume" if saved else "no checkpoint yet"
+    assert state in str(caught.value)
+    assert "\n" not in str(caught.value)

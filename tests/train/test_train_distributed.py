@@ -109,6 +109,11 @@ def test_several_processes_are_one_and_load_on_another_number(tmp_path, kind, n)
     extra = ("--set", f"run.parallel={kind}", "--set", "run.ema=0.9", "--set", "run.accumulate=2")
     one, many = run(tmp_path / "one", 1, *extra), run(tmp_path / "many", n, *extra)
     same(one, many)
+    evals = [[r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"] for out in (one, many)]
+    for name in ("loss", "ema_loss"):
+        alone, shared = ([record[name] for record in records] for records in evals)
+        assert len(alone) == 2
+        assert shared == pytest.approx(alone, rel=2e-5), name
     assert hub.load(many / "model", device="cpu").spec == hub.load(one / "model", device="cpu").spec
     for processes in (1, 2):
         longer = ("--set", "run.steps=12", "--resume", "--allow-changes")
