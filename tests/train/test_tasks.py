@@ -9,20 +9,24 @@ import torch
 from objective_toys import tiny
 from task_toys import PAIRS, TASKS
 
+from phylon import hub
 from phylon.data.buckets import padded
 from phylon.data.images import ImageFolder
-from phylon.generate import beam_search
+from phylon.generate import answer, beam_search
+from phylon.generate.finetuned import Answering, answering
 from phylon.model import build
 from phylon.spec import UserError
 from phylon.text import train_wordpiece
 from phylon.text.tokenizer import Joint
 from phylon.train import Callback, recipe_from_toml, train
 from phylon.train.measures import bleu
+from phylon.train.objectives import answers
 from phylon.train.objectives.answers import Answers, best_span
 from phylon.train.objectives.contrastive import Contrastive, pooled
 from phylon.train.objectives.supervised import shortened
 from phylon.train.objectives.translation import Translation
 from phylon.train.prepare import check, prepare
+from phylon.train.recipe import model_spec
 
 
 def ready(folder, kind, number=0, **changes):
@@ -433,3 +437,39 @@ def test_an_image_that_breaks_while_training_names_the_last_good_state_and_the_p
     state = f"last good state is {tmp_path}/run/checkpoints/step-00000002, --resume" if saved else "no checkpoint yet"
     assert state in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_a_model_answers_as_its_evaluation_has_read_it(tmp_path, monkeypatch, threshold):
+    """The same windows of the same length, the same longest answer, the same threshold, also of a saved model."""
+    filler = " ".join(f"word{i % 10}" for i in range(40))
+    rows = [{"question": "where?", "context": f"{n} {filler} {n}", "answer": n, "start": 0} for n in "abcdefghijkl"]
+    recipe = answer_recipe(tmp_path, rows)
+    recipe = recipe.replace(objective=recipe.objective.replace(stride=6, max_answer=2, threshold=threshold))
+    heard = []
+    monkeypatch.setattr(answers, "exact_match", lambda said, right: heard.append((said, right[0])) or 0.0)
+    done = train(recipe, out=tmp_path / "run", device="cpu")
+    last = heard[-len(heard) // 2 :] if done.metrics and len(heard) > 2 else heard
+    hub.save(hub.load(tmp_path / "run" / "model", device="cpu"), tmp_path / "hf", format="hf")
+    for place in (tmp_path / "run" / "model", tmp_path / "hf"):
+        model = hub.load(place, device="cpu")
+        assert answering(model) == Answering(max_answer=2, stride=6, threshold=threshold, max_tokens=24)
+        for said, name in last:
+            found = answer(model, "where?", f"{name} {filler} {name}")
+            assert found["answer"] == said
+            assert len(found["answer"].split()) <= 2
+    assert last
+    if threshold is None:
+        assert all(said for said, _ in last)
+
+
+def test_what_a_configuration_says_of_answers_is_checked():
+    recipe = tiny("answers")
+    model = build(model_spec(recipe, 40), seed=0, device="cpu")
+    assert answering(model) == Answering()
+    for said in ({"max_answer": 0}, {"stride": "far"}, {"max_answers": 3}, 7):
+        model.kept = {"task_specific_params": {"phylon_answers": said}}
+        with pytest.raises(UserError, match="'task_specific_params' of this model's configuration cannot be read"):
+            answering(model)
+    model.kept = {"task_specific_params": None}
+    assert answering(model) == Answering()

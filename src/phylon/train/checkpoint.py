@@ -67,8 +67,9 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``state.json``: the run's state and what its continuation depends on.
 
-    ``held_out``: a hash of the held-out examples. ``looks``: whether the evaluation and the samples that are due at
-    this step come after the checkpoint. ``checksums`` are those of the files beside it, ``seal`` is its own.
+    ``held_out``: a hash of the held-out examples; ``inputs``: hashes of what else the run reads. ``looks``: whether
+    the evaluation and the samples that are due at this step come after the checkpoint. ``checksums`` are those of the
+    files beside it, ``seal`` is its own.
     """
 
     format: int = FORMAT
@@ -81,6 +82,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     numpy_random: list[Any]
     others_random: list[tuple[list[Any], list[Any]]] = []
     held_out: str = ""
+    inputs: dict[str, str] = {}
     looks: bool = True
     checksums: dict[str, str] = {}
     seal: str = UNSEALED

@@ -45,6 +45,7 @@ class Trainer(Looks):
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:  # what ended it then may have been mended
             state.skipped_in_row = 0
         self._held_out()  # read now, so that saving depends on no data
+        self._inputs()
         self._base, self._start = state.seconds, time.perf_counter()
         # The kernels of this run: one that is made while it goes would move its bits.
         native.limit(native.names())
