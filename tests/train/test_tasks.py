@@ -12,7 +12,7 @@ from task_toys import PAIRS, TASKS
 from phylon import hub
 from phylon.data.buckets import padded
 from phylon.data.images import ImageFolder
-from phylon.generate import answer, beam_search
+from phylon.generate import answer, beam_search, generate
 from phylon.generate.finetuned import Answering, answering
 from phylon.model import build
 from phylon.spec import UserError
@@ -411,6 +411,21 @@ def test_a_greedy_translation_is_as_long_as_a_searched_one_may_be(tmp_path, monk
     assert objective.translate(model, sources) == [decode(rows[0]["tokens"][:n]).strip() for n in (51, 59)]
 
 
+def test_greedy_translations_are_made_in_batches_of_bounded_size(tmp_path, monkeypatch):
+    _, prepared = ready(tmp_path, "translation")
+    model, sources = prepared.model.eval(), [[5 + i % 4] * (1 + i % 7) for i in range(12)]
+    together, seen = Translation(n_beams=1).translate(model, sources), []
+
+    def counted(model, read, **options):
+        seen.append(len(read) * (max(map(len, read)) + options["max_new_tokens"]))
+        return generate(model, read, **options)
+
+    monkeypatch.setattr("phylon.train.objectives.translation.generate", counted)
+    assert Translation(n_beams=1, max_tokens=200).translate(model, sources) == together
+    assert len(seen) > 3
+    assert max(seen) <= 200
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_an_image_that_breaks_while_training_names_the_last_good_state_and_the_policy(tmp_path, saved):
     from PIL import Image
@@ -423,7 +438,8 @@ def test_an_image_that_breaks_while_training_names_the_last_good_state_and_the_p
     base = TASKS["image_classes"][0]
     source = next(line for line in base.splitlines() if line.startswith("source"))
     text = base.replace(source, f'source = {{ kind = "image_folder", path = "{tmp_path}/images", channels = 1 }}')
-    recipe = recipe_from_toml(text.replace("n_classes = 3", "n_classes = 2"))
+    text = text.replace("n_classes = 3", "n_classes = 2").replace("held_out = 0.3", "held_out = 0")
+    recipe = recipe_from_toml(f"schema = 1\n{text}\n[run]\nsteps = 12\nbatch_size = 4\n")
     recipe = recipe.replace(run=recipe.run.replace(save_every=2 if saved else None))
 
     class Break(Callback):
