@@ -316,7 +316,7 @@ def test_the_launch_file_of_the_docs_saves_and_queues_again_before_the_time_is_u
         assert script.count(old) == 1
         script = script.replace(old, new)
     (tmp_path / "train.sbatch").write_text(script)
-    (tmp_path / "recipe.toml").write_text(RECIPE.replace("steps = 8", "steps = 400").replace("save_every = 2\n", ""))
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("steps = 8", "steps = 160").replace("save_every = 2\n", ""))
     (tmp_path / "bin").mkdir()
     for name, line in STAND_INS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
@@ -351,5 +351,5 @@ def test_the_launch_file_of_the_docs_saves_and_queues_again_before_the_time_is_u
     said = job.communicate(timeout=200)[1]
     assert job.returncode == 0, said
     assert f"resumed at step {int(saved.name[5:])} from" in said
-    assert len(losses(out)) == 400
+    assert len(losses(out)) == 160
     assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
