@@ -172,6 +172,14 @@ class Subject(ABC):
             return self.each(self.wide)
 
     @cached_property
+    def called(self) -> set[str]:
+        """The ops that the plain pass calls."""
+        with ExitStack() as stack:
+            calls = {dispatch.op: stack.enter_context(_calls(dispatch)) for dispatch in DISPATCHES}
+            self.each(self.model)
+        return {op for op, seen in calls.items() if seen}
+
+    @cached_property
     def steady(self) -> bool:
         """Whether the plain pass gives the same again, but for rounding: what it gives later says nothing otherwise."""
         with self.baseline():
@@ -314,14 +322,13 @@ def on_backend(dispatch: Dispatch[Any], name: str, tried: Callable[[S], Got]) ->
         reason = dispatch.backends[name].available()
         if reason:
             raise NotApplicable(reason)
+        if dispatch.op not in s.called:
+            raise NotApplicable(f"the model never calls the op {dispatch.op}")
         try:
-            with dispatch.force(name), _calls(dispatch) as calls:
-                got = tried(s)
+            with dispatch.force(name):
+                return tried(s)
         except UserError as error:
             raise NotApplicable(str(error)) from None
-        if not calls:
-            raise NotApplicable(f"the model never calls the op {dispatch.op}")
-        return got
 
     return way
 
