@@ -348,7 +348,8 @@ def of(name: str, **builder) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("heads", "part"), [(("class",), "class"), (("mlm", "nsp"), "nsp"), (("pooled",), "pooled"), (("choice",), "choice")]
+    ("heads", "part"),
+    [(("class",), "class"), (("mlm", "nsp"), "nsp"), (("pooled",), "pooled"), (("choice",), "choice")],
 )
 def test_a_pool_that_counts_padding(heads, part, monkeypatch):
     plain = pools.documents

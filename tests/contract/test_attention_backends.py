@@ -202,7 +202,9 @@ def test_equals_the_reference(name: str, feature: str) -> None:
 
 
 INVISIBLE = {
-    **{n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")},
+    **{
+        n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")
+    },
     "grouped bigbird": plain(pattern=BigBird(block=8, n_heads=4, n_random=1), kv=2),
     "capped padding": packed("left", pattern=Causal(), softcap=2.0, bias=AlibiBias(ALIBI)),
 }

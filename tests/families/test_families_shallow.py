@@ -8,7 +8,15 @@ from phylon.hub import load, save
 from phylon.model import ModelSpec, build
 from phylon.spec import UserError, override
 
-DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers")
+DEPTHS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
 CONFIGS = {
     f"{f.name}-{i}": (f, spec) for f in families() if f.hf is not None for i, spec in enumerate(f.cases()) if i < 9
 }
@@ -43,7 +51,7 @@ def test_few_blocks(name, depth, tmp_path):
     found, spec = CONFIGS[name]
     config = cut(found.hf.write(spec), depth)
     assert any(key in config for key in DEPTHS)
-    read = found.hf.read(Config(config, stored=lambda: []))
+    read = found.hf.read(Config(config, stored=list))
     assert len(read.last_stack.blocks) == depth
     goes_and_comes(found.name, read, tmp_path)
 

@@ -1,7 +1,5 @@
 """Case 7: float16 ends at 65,504, and what goes beyond is refused, whatever part of the output it is in."""
 
-import copy
-
 import pytest
 import torch
 
@@ -47,18 +45,14 @@ def test_scores_beyond_the_range(name, head, options, segments):
 
 
 def test_the_last_scores_and_the_loss():
-    """A loss is of scores that may exist in fp32 alone: it is right or refused."""
     model = half("llama", "lm", d_ff=40)
-    try:
-        loss = float(model(TOKENS, targets=TOKENS, logits="none").losses["lm"].sum)
-        wide = float(copy.deepcopy(model).float()(TOKENS, targets=TOKENS, logits="none").losses["lm"].sum)
-        assert loss == pytest.approx(wide, rel=0.01)
-    except UserError as error:
-        assert REFUSED in str(error)
+    with pytest.raises(UserError, match=REFUSED):
+        model(TOKENS, targets=TOKENS, logits="none")
     with torch.no_grad():
         for given in ({"logits": "last"}, {"logits": "last", "segments": PADDED}, {"state": model.new_state(2)}):
             with pytest.raises(UserError, match=REFUSED):
                 model(TOKENS, **given)
+        assert model.float()(TOKENS, targets=TOKENS, logits="none").losses["lm"].sum.isfinite()
 
 
 def test_padding_may_overflow():

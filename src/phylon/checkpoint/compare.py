@@ -23,10 +23,10 @@ be named."""
 def compare(s: Subject, reference: Reference, title: str = "reference") -> list[Cell]:
     """One cell a value that ``reference`` gives, in the order of the forward pass; the first that diverges leads.
 
-    ``title`` is what the names of the cells begin with. A reference that refuses (``UserError``) is one cell that does not apply. The bound, as a part of the largest value:
-    1e-5 a block in fp32, 16 roundings of the dtype in low precision. A value beyond it passes if it is as near to
-    ours in higher precision as our own plain pass is, within a factor of two: in a model that magnifies rounding, no
-    two programs agree better than that.
+    ``title`` is what the names of the cells begin with. A reference that refuses (``UserError``) is one cell that does
+    not apply. The bound, as a part of the largest value: 1e-5 a block in fp32, 16 roundings of the dtype in low
+    precision. A value beyond it passes if it is as near to ours in higher precision as our own plain pass is, within a
+    factor of two: in a model that magnifies rounding, no two programs agree better than that.
     """
     inputs = s.shared_inputs()
     try:

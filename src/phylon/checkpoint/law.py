@@ -207,12 +207,12 @@ class Subject(ABC):
 
 
 class Readable:
-    """Mixed into a subject: what it gives alone comes from the readable backends, and a plain pass is judged by that.
+    """Mixed into a subject ``of`` another: what it gives alone comes from the readable backends.
 
-    Its documents are the subject's own and a call large enough for every kernel to act.
+    A plain pass is judged by that. Its inputs are those of the other, and a call large enough for every kernel to act.
     """
 
-    of: Subject
+    of: Any
 
     def baseline(self) -> AbstractContextManager[None]:
         return readable()
@@ -220,7 +220,8 @@ class Readable:
     @property
     def wide(self) -> Model:
         """The copy that the subject has."""
-        return self.of.wide
+        wide: Model = self.of.wide
+        return wide
 
 
 def kernels(s: Subject) -> Iterator[Cell]:
@@ -244,7 +245,9 @@ def _with_gradients(s: Subject) -> Got:
 
 def enough_rows(model: Model, length: int) -> int:
     """Rows of ``length`` tokens for which the narrowest map of the blocks gives ``ENOUGH`` numbers."""
-    widths = [p.shape[0] for stack in model.spec.stacks for p in getattr(model, stack).blocks.parameters() if p.ndim == 2]
+    widths = [
+        p.shape[0] for stack in model.spec.stacks for p in getattr(model, stack).blocks.parameters() if p.ndim == 2
+    ]
     return -(-ENOUGH // (length * max(8, min(widths, default=8))))
 
 

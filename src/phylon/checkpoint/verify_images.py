@@ -32,7 +32,9 @@ def verify_images(model: Model, reference: Reference | None, seed: int) -> Repor
     cells += kernels(_Large(s))
     other = s.random()
     hidden = s.alone[0]["hidden"]
-    cells.append(must_differ(s, "control_image", "hidden", s.run([other])[0]["hidden"], hidden, "another image must show"))
+    cells.append(
+        must_differ(s, "control_image", "hidden", s.run([other])[0]["hidden"], hidden, "another image must show")
+    )
     # The last patch of another image: what stands before it sees it only through the mixers.
     patched, p = s.images[0].clone(), s.patch_size
     patched[:, -p:, -p:] = other[:, -p:, -p:]
@@ -84,7 +86,7 @@ class _Large(Readable, Images):
     """The images, and enough of them in one call for every kernel to act."""
 
     def __init__(self, of: Images) -> None:
-        self.of = of
+        self.of: Images = of
         super().__init__(of.model, 1)
 
     def run_alone(self) -> None:

@@ -56,7 +56,7 @@ def verify_texts(s: "Texts", reference: Reference | None) -> Report:
 
 @dataclass(frozen=True)
 class _Document:
-    """``tokens`` (T,), and the ``source`` (S,) that an encoder-decoder reads for it; without a ``number`` a stranger."""
+    """``tokens`` (T,), and the ``source`` (S,) that an encoder-decoder reads for it; a stranger has no ``number``."""
 
     tokens: Tensor
     source: Tensor | None
@@ -85,8 +85,8 @@ class Texts(Subject):
         self.lengths = [longest, max(3, longest // 3), max(4, 2 * longest // 3)]
         self.reads_source = model.encoder is not None and model.decoder is not None
         self.documents = [self.document(n, m, i) for i, (n, m) in enumerate(zip(self.lengths, (5, 6, 3), strict=True))]
-        self.main = next((name for name, head in model.heads.items() if getattr(head, "token_wise", False)), None)
-        self.main = "hidden" if self.main is None else f"heads.{self.main}.logits"
+        scored = (f"heads.{name}.logits" for name, head in model.heads.items() if getattr(head, "token_wise", False))
+        self.main = next(scored, "hidden")
         self.run_alone()
 
     def document(self, length: int, source: int, number: int | None = None) -> _Document:
@@ -199,7 +199,7 @@ class _Large(Readable, Texts):
     """The documents, and rows enough for every kernel to act."""
 
     def __init__(self, of: Texts) -> None:
-        self.of = of
+        self.of: Texts = of
         super().__init__(of.model, of.lengths[0], 1)
 
     def run_alone(self) -> None:
@@ -220,9 +220,7 @@ def _unless_plain(ids: Tensor) -> Tensor | None:
 def _padded_chunks(s: Texts) -> Got:
     width = max(s.lengths) + 2
     every = [[0], [1], [2]]
-    return [
-        got for left in (True, False) for got in s.ran(every, left=left, pad=2, cuts=range(5, width, 5))
-    ]
+    return [got for left in (True, False) for got in s.ran(every, left=left, pad=2, cuts=range(5, width, 5))]
 
 
 def _source_padded(s: Texts) -> Got:
