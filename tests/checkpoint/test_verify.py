@@ -159,7 +159,7 @@ def test_what_does_not_apply_says_why():
     others = {name for name in silent if name.startswith(("backend_scan", "backend_ssd", "backend_conv"))}
     assert "CPU" in (silent.pop("backend_attention_flex", None) or "CPU")
     silent.pop("backend_attention_triton", None)
-    assert silent.keys() - others == {"chunks", "steps", "padded_chunks", "window", "causality", "control_state"}
+    assert silent.keys() - others == STATEFUL | {"source_padding", "window", "causality", "control_state"}
     unused = {name for name in others if not name.endswith("triton")}
     assert all(silent[name] == f"the model never calls the op {name.split('_')[1]}" for name in unused)
     assert "Full" in (silent["chunks"] or "")
@@ -178,7 +178,7 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-STATEFUL = {"chunks", "steps", "padded_chunks"}
+STATEFUL = {"chunks", "steps", "padded_chunks", "packed_chunks", "state_growth"}
 
 
 def test_positions_shifted_in_the_state(monkeypatch):
