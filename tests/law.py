@@ -31,10 +31,10 @@ def documents(model: Model, lengths: Sequence[int], seed: int = 0) -> Docs:
 
 
 def values(model: Model, tokens: Tensor, **options: object) -> Tensor:
-    """(B, T, D + the logits of every head that scores tokens): all that the law speaks of."""
+    """(B, T, D + what every head gives for each token); of the others `tests/layers/heads` has the law."""
     with torch.no_grad():
         out = model(tokens, **options, **source_for(model, len(tokens), options.get("state")))
-    heads = [out.heads[name] for name, head in model.heads.items() if getattr(head, "token_wise", False)]
+    heads = [out.heads[name] for name, head in model.spec.heads.items() if not head.per_document]
     return torch.cat([out.hidden, *heads], dim=-1)
 
 

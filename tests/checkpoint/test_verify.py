@@ -10,9 +10,11 @@ from phylon.checkpoint import law
 from phylon.checkpoint.verify import Cell, Report, against, verify
 from phylon.families import families, family
 from phylon.families.decoder import llama_spec
+from phylon.layers.heads import pools
 from phylon.layers.inits import NormalInit
-from phylon.layers.state import FullKV, State
-from phylon.model import Model, ModelSpec, build, record
+from phylon.layers.state import FullKV, State, kv, recurrent
+from phylon.model import Model, ModelSpec, build, mtp, record
+from phylon.ops import experts, feedforward, linear, norm, rotary
 from phylon.ops.attention import AttentionCall, dispatch
 from phylon.ops.native import library as native
 from phylon.patterns import Causal, Full, Records, Window
@@ -157,7 +159,7 @@ def test_what_does_not_apply_says_why():
     others = {name for name in silent if name.startswith(("backend_scan", "backend_ssd", "backend_conv"))}
     assert "CPU" in (silent.pop("backend_attention_flex", None) or "CPU")
     silent.pop("backend_attention_triton", None)
-    assert silent.keys() - others == {"chunks", "steps", "padded_chunks", "window", "causality", "control_state"}
+    assert silent.keys() - others == STATEFUL | {"source_padding", "window", "causality", "control_state"}
     unused = {name for name in others if not name.endswith("triton")}
     assert all(silent[name] == f"the model never calls the op {name.split('_')[1]}" for name in unused)
     assert "Full" in (silent["chunks"] or "")
@@ -176,7 +178,7 @@ def test_the_model_is_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-STATEFUL = {"chunks", "steps", "padded_chunks"}
+STATEFUL = {"chunks", "steps", "padded_chunks", "packed_chunks", "state_growth"}
 
 
 def test_positions_shifted_in_the_state(monkeypatch):
@@ -336,3 +338,168 @@ def test_an_untrained_model_passes_its_controls():
         for block in model.encoder.blocks:
             block.attn.o_proj.weight.zero_()
     assert [cell.name for cell in verify(model).failed] == ["control_history"]
+
+
+# What a reader of the table must be told of: each fault is planted where it has been overlooked before.
+
+
+def of(name: str, **builder) -> Model:
+    return made(family(name).builder(d_model=24, n_layers=2, n_heads=3, vocab_size=37, max_seq_len=64, **builder))
+
+
+@pytest.mark.parametrize(
+    ("heads", "part"),
+    [(("class",), "class"), (("mlm", "nsp"), "nsp"), (("pooled",), "pooled"), (("choice",), "choice")],
+)
+def test_a_pool_that_counts_padding(heads, part, monkeypatch):
+    plain = pools.documents
+    monkeypatch.setattr(pools, "documents", lambda records, n: plain(Records(records.positions), n))
+    model = of("bert", heads=heads)
+    broken = {cell.name: cell.reason or "" for cell in verify(model).failed}
+    assert "left_padding" in broken
+    assert f"heads.{part}.logits" in broken["left_padding"]
+
+
+@pytest.mark.parametrize(("heads", "part"), [(("class",), "class"), (("mlm", "nsp"), "nsp"), (("span",), "span")])
+def test_a_head_that_looks_at_its_neighbours(heads, part):
+    """Whichever head it is, and whatever it gives."""
+    model = of("bert", heads=heads)
+    model.heads[part].proj.register_forward_hook(lambda module, given, out: out - 0.1 * out.mean(0, keepdim=True))
+    report = verify(model)
+    assert failed(report) >= {"batching", "left_padding"}
+    assert all(f"heads.{part}.logits" in (cell.reason or "") for cell in report.failed)
+
+
+def test_a_prediction_head_that_looks_back_too_far(monkeypatch):
+    """Multi-token prediction: the first token of a document takes the last of the one before for its own."""
+    spec = next(s for s in family("deepseek").cases() if "mtp" in s.heads)
+    plain = mtp._before
+
+    def leaking(hidden, ctx, part):
+        before, known, last = plain(hidden, ctx, part)
+        return before, torch.ones_like(known), last
+
+    monkeypatch.setattr(mtp, "_before", leaking)
+    broken = {cell.name: cell.reason or "" for cell in verify(made(spec)).failed}
+    assert "heads.mtp.logits" in broken["packing"]
+
+
+def test_a_decoder_that_sees_the_padding_of_its_source(monkeypatch):
+    plain = Model._read
+    monkeypatch.setattr(Model, "_read", lambda self, source, segments, ctx: plain(self, source, None, ctx))
+    for name in ("t5-0", "transformer2017-0"):
+        assert failed(verify(made(SPECS[name]))) >= {"source_padding", "left_padding", "packing"}
+
+
+def test_a_decoder_that_reads_another_documents_source(monkeypatch):
+    """Padding is kept away, documents are not kept apart."""
+    plain = Model._read
+
+    def merged(self, source, segments, ctx):
+        plain(self, source, segments, ctx)
+        packed = ctx.records.segments is not None and int(ctx.records.segments.max()) > 1
+        if packed and ctx.memory_records is not None and ctx.memory_records.segments is not None:
+            ids = (ctx.memory_records.segments != 0) * ctx.records.segments.amax(1, keepdim=True)
+            ctx.memory_records = Records(ctx.memory_records.positions, ids)
+
+    monkeypatch.setattr(Model, "_read", merged)
+    broken = failed(verify(made(SPECS["t5-0"])))
+    assert broken >= {"packing"}
+    assert not broken & {"source_padding", "left_padding", "right_padding"}
+
+
+@pytest.mark.parametrize("name", ["mamba-0", "mamba2-0", "jamba-0"])
+def test_a_document_that_begins_in_a_later_call(name, monkeypatch):
+    """What the state holds is not forgotten."""
+    plain = recurrent._boundaries
+
+    def continued(ctx):
+        if ctx.state is None:
+            return plain(ctx)
+        with monkeypatch.context() as patch:
+            patch.setattr(ctx.state, "last_segment", [0] * ctx.state.batch_size)
+            return plain(ctx)
+
+    monkeypatch.setattr(recurrent, "_boundaries", continued)
+    broken = failed(verify(made(SPECS[name])))
+    assert "packed_chunks" in broken
+    assert not broken & {"chunks", "steps", "padded_chunks", "packing"}
+
+
+@pytest.mark.parametrize("name", ["gpt2-0", "llama-0"])
+def test_a_state_that_forgets_when_it_grows(name, monkeypatch):
+    def forgetful(buffer, capacity):
+        wanted = (buffer.shape[0], capacity, *buffer.shape[2:])
+        return buffer if buffer.shape[1] >= capacity else buffer.new_zeros(wanted)
+
+    monkeypatch.setattr(kv, "grown", forgetful)
+    broken = failed(verify(made(SPECS[name])))
+    assert "state_growth" in broken
+    assert not broken & {"chunks", "steps", "padded_chunks"}
+
+
+KERNELS = {
+    "rotary": (rotary.dispatch, "llama-0", {"kernels", "kernels_with_gradients"}),
+    "norm": (norm.dispatch, "llama-0", {"kernels_with_gradients"}),
+    "feedforward": (feedforward.dispatch, "llama-0", {"kernels_with_gradients"}),
+    "experts": (experts.dispatch, "mixtral-0", {"kernels_with_gradients"}),
+    "linear": (linear.dispatch, "llama-0", {"kernels_with_gradients"}),
+}
+
+
+# In bf16 a rounding sends a token to another expert, and bounds are as wide as that.
+@pytest.mark.parametrize(
+    ("op", "dtype"), [*((op, "float32") for op in KERNELS), *((op, "bfloat16") for op in KERNELS if op != "experts")]
+)
+def test_a_kernel_that_is_wrong(op, dtype, monkeypatch):
+    """Only some sizes of calls reach it, or only passes with gradients; the plain pass is then wrong as the others."""
+    dispatch, name, cells = KERNELS[op]
+    backend = next(iter(dispatch.backends.values()))
+    if backend.available() is not None:
+        pytest.skip(backend.available())
+    plain = type(backend).run
+
+    def off(self, call):
+        made = plain(self, call)
+        return tuple(x * 1.05 for x in made) if isinstance(made, tuple) else made * 1.05
+
+    monkeypatch.setattr(type(backend), "run", off)
+    assert failed(verify(made(SPECS[name], dtype))) >= cells
+
+
+def test_a_plain_pass_that_is_wrong_excuses_nothing(monkeypatch):
+    """A fault of the kernel in every plain pass of a deep model, and in none of its chunks."""
+    backend = dispatch.backends["native"]
+    if backend.available() is not None:
+        pytest.skip(backend.available())
+    plain = type(backend).run
+
+    def off(self, call):
+        return plain(self, call) * (1.05 if call.q.shape[1] > 20 else 1)
+
+    monkeypatch.setattr(type(backend), "run", off)
+    deep = TINY.replace(decoder=TINY.decoder.replace(blocks=TINY.decoder.blocks[:1] * 6))
+    assert "kernels" in failed(verify(made(deep)))
+
+
+def test_images_of_another_size_are_compared(monkeypatch):
+    """The table of positions stretched in another way than the reference's."""
+    spec = SPECS["vit-0"]
+    model, other = made(spec), made(spec)
+
+    def reference(images):
+        with monkeypatch.context() as patch, torch.no_grad():
+            patch.setattr(torch.nn.functional, "interpolate", sound)
+            return {"heads.class.logits": other(images=images).logits}
+
+    sound = torch.nn.functional.interpolate
+    assert verify(model, reference=reference).passed
+
+    def bilinear(x, **given):
+        return sound(x, **(given | {"mode": "bilinear"}))
+
+    monkeypatch.setattr(torch.nn.functional, "interpolate", bilinear)
+    assert failed(verify(model, reference=reference)) == {
+        "reference_other_size",
+        "reference_other_size:heads.class.logits",
+    }

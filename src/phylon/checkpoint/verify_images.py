@@ -4,7 +4,18 @@ import torch
 from torch import Tensor
 
 from phylon.checkpoint.compare import Reference, compare
-from phylon.checkpoint.law import DISPATCHES, Got, Report, Subject, must_differ, on_backend
+from phylon.checkpoint.law import (
+    DISPATCHES,
+    Got,
+    Readable,
+    Report,
+    Subject,
+    Values,
+    enough_rows,
+    kernels,
+    must_differ,
+    on_backend,
+)
 from phylon.model import Model
 
 
@@ -18,16 +29,22 @@ def verify_images(model: Model, reference: Reference | None, seed: int) -> Repor
     for dispatch in DISPATCHES:
         for name in dispatch.backends:
             cells.append(s.cell(f"backend_{dispatch.op}_{name}", "backends", on_backend(dispatch, name, _plain)))
+    cells += kernels(_Large(s))
     other = s.random()
-    cells.append(must_differ(s, "control_image", s.run(other[None])[0], s.alone[0], "another image must show"))
+    hidden = s.alone[0]["hidden"]
+    cells.append(
+        must_differ(s, "control_image", "hidden", s.run([other])[0]["hidden"], hidden, "another image must show")
+    )
     # The last patch of another image: what stands before it sees it only through the mixers.
     patched, p = s.images[0].clone(), s.patch_size
     patched[:, -p:, -p:] = other[:, -p:, -p:]
     before = slice(0, s.lengths[0] - 1)
     what = "a changed patch must show in the other tokens"
-    cells.append(must_differ(s, "control_patch", s.run(patched[None])[0, before], s.alone[0][before], what))
+    seen = s.run([patched])[0]["hidden"]
+    cells.append(must_differ(s, "control_patch", "hidden", seen[before], hidden[before], what))
     if reference is not None:
         cells += compare(s, reference)
+        cells += compare(larger, reference, "reference_other_size")
     dtype = str(model.dtype).removeprefix("torch.")
     return Report(dtype=dtype, lengths=s.lengths, cells=cells, inputs="images")
 
@@ -51,16 +68,34 @@ class Images(Subject):
     def shared_inputs(self) -> dict[str, Tensor]:
         return {"images": self.images[0][None]}
 
-    def run(self, images: Tensor, model: Model | None = None) -> Tensor:
-        """(B, T + heads, W): the vector of every token, then the scores of every head, filled up to one width."""
-        out = (model or self.model)(images=images)
-        parts = [out.hidden, *(scores.view(len(images), -1, scores.shape[-1]) for scores in out.heads.values())]
-        width = max(part.shape[-1] for part in parts)
-        values = torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[-1])) for part in parts], dim=1)
-        return values.to(torch.promote_types(values.dtype, torch.float32))
+    def run(self, images: list[Tensor], model: Model | None = None) -> list[Values]:
+        """Of each image the vectors of its tokens (T, W), and what every head gives for it (1, W), in one call."""
+        out = (model or self.model)(images=torch.stack(images))
+        wide = torch.promote_types(out.hidden.dtype, torch.float32)
+        given = {"hidden": out.hidden} | {f"heads.{name}.logits": scores for name, scores in out.heads.items()}
+        return [
+            {name: value[i].reshape(-1, value.shape[-1]).to(wide) for name, value in given.items()}
+            for i in range(len(images))
+        ]
 
-    def each(self, model: Model) -> list[Tensor]:
-        return [self.run(image[None], model)[0] for image in self.images]
+    def each(self, model: Model) -> list[Values]:
+        return [self.run([image], model)[0] for image in self.images]
+
+
+class _Large(Readable, Images):
+    """The images, and enough of them in one call for every kernel to act."""
+
+    def __init__(self, of: Images) -> None:
+        self.of: Images = of
+        super().__init__(of.model, 1)
+
+    def run_alone(self) -> None:
+        self.images = self.of.images
+        self.together = [self.random() for _ in range(enough_rows(self.model, self.lengths[0]))]
+        super().run_alone()
+
+    def each(self, model: Model) -> list[Values]:
+        return super().each(model) + self.run(self.together, model)
 
 
 def _plain(s: Images) -> Got:
@@ -68,16 +103,16 @@ def _plain(s: Images) -> Got:
 
 
 def _batched(s: Images) -> Got:
-    together = s.run(torch.stack([s.random(), *s.images]))
+    together = s.run([s.random(), *s.images])
     return [(i, slice(None), values) for i, values in enumerate(together[1:])]
 
 
 def _after_size(s: Images, other: Images) -> Got:
     """The table of positions is stretched for each size anew, whatever was asked for before."""
-    other.run(other.images[0][None])
+    other.run(other.images[:1])
     return _plain(s)
 
 
 def _after_another(s: Images) -> Got:
-    s.run(torch.stack([s.random(), s.random()]))
+    s.run([s.random(), s.random()])
     return _plain(s)

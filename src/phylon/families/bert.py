@@ -134,7 +134,6 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "architectures": [task_of(spec, "Bert", TASKS)],
         "model_type": "bert",
         **common_config(spec),
-        **({} if spec.heads else {"add_pooling_layer": False}),
     }
 
 

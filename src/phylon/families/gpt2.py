@@ -130,6 +130,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
     embed = part(stack.embed, TokenEmbed, "the embedding")
     positions = part(embed.positions, LearnedPositions, "the positions")
     scales = [part(block.op("attn"), Attention, "attn").scale for block in stack.blocks]
+    scaled = scales[0] in (None, attention.head_dim**-0.5)
+    base = attention.head_dim**-0.5 if scaled else 1.0
     return {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -141,8 +143,8 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "n_positions": positions.max_seq_len,
         "layer_norm_epsilon": part(stack.norm_final, LayerNorm, "the final norm").eps,
         "activation_function": hf_activation(ffn.activation),
-        "scale_attn_weights": scales[0] in (None, attention.head_dim**-0.5),
-        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
+        "scale_attn_weights": scaled,
+        "scale_attn_by_inverse_layer_idx": scales == [base / (i + 1) for i in range(len(scales))],
         "embd_pdrop": embed.dropout,
         "attn_pdrop": attention.dropout,
         "resid_pdrop": stack.blocks[0].sublayers[0].branches[0].drop,

@@ -151,10 +151,14 @@ def read_config(config: Config) -> ModelSpec:
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     stack = decoder_of(spec)
-    attention, a_period, a_offset = _periodic(stack, "attn", Attention)
+    places = [i for i, block in enumerate(stack.blocks) if "attn" in block.ops()]
+    # Sizes that no block has, where all mix in one way.
+    attention = Attention(n_heads=1, n_kv_heads=1, head_dim=stack.d_model)
+    if places:
+        attention = part(stack.blocks[places[0]].op("attn"), Attention, "attn")
+    a_period, a_offset = _period(places, len(stack.blocks))
     moe, e_period, e_offset = _experts(stack)
     mixers = [b.op("mixer") for b in stack.blocks if "mixer" in b.ops()]
-    # Sizes that no block has, where attention is in every one.
     unused = Mamba(d_state=16, d_conv=4, expand=2, dt_rank=-(-stack.d_model // 16))
     mamba = part(mixers[0] if mixers else unused, Mamba, "the mixer of the blocks without attention")
     expert = gated_experts(moe, SoftmaxRouter)
@@ -192,18 +196,17 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
 def _experts(stack: Stack) -> tuple[MoE, int, int]:
     """The mixture with its period and offset; one expert everywhere where no block has several."""
     ffns = [block.op("ffn") for block in stack.blocks]
-    if all(isinstance(ffn, GLU) for ffn in ffns):
+    if not any(isinstance(ffn, MoE) for ffn in ffns):
         return MoE(n_experts=1, expert=part(ffns[0], GLU, "ffn"), router=SoftmaxRouter(top_k=1)), 1, 0
-    return _periodic(stack, "ffn", MoE)
+    places = [i for i, ffn in enumerate(ffns) if isinstance(ffn, MoE)]
+    return part(ffns[places[0]], MoE, "ffn"), *_period(places, len(ffns))
 
 
-def _periodic(stack: Stack, name: str, kind: type[Any]) -> tuple[Any, int, int]:
-    """The op of a kind that sits in every so many blocks, with the period and the offset of the first."""
-    places = [i for i, b in enumerate(stack.blocks) if name in b.ops() and isinstance(b.op(name), kind)]
+def _period(places: list[int], n_blocks: int) -> tuple[int, int]:
+    """Period and offset of the blocks at ``places``; beyond the last block where there are none."""
     if not places:
-        raise UserError(f"this format needs {kind.__name__} in some blocks; the model has none")
-    period = places[1] - places[0] if len(places) > 1 else max(len(stack.blocks), places[0] + 1)
-    return stack.blocks[places[0]].op(name), period, places[0]
+        return n_blocks + 1, n_blocks
+    return places[1] - places[0] if len(places) > 1 else n_blocks, places[0]
 
 
 def hf_layout(spec: ModelSpec) -> Layout:

@@ -102,7 +102,7 @@ def read_config(config: Config) -> ModelSpec:
     with_pooler = config.take("add_pooling_layer", None, bool)
     if heads == ("pooled",) and not (config.stores("pooler.", True) if with_pooler is None else with_pooler):
         heads = ()
-    pad_id, rows = config.take("pad_token_id", 1, int), config.size("max_position_embeddings", 514)
+    pad_id, rows = config.take("pad_token_id", 1, int), config.size("max_position_embeddings", 512)
     if not 0 <= pad_id < rows - 1:
         raise UserError(
             f"{config.where}: 'pad_token_id' {pad_id} leaves no positions of 'max_position_embeddings' {rows}"
@@ -138,7 +138,6 @@ def write_config(spec: ModelSpec) -> dict[str, Any]:
         "model_type": "roberta",
         "pad_token_id": positions.offset - 1,
         **common_config(spec),
-        **({} if spec.heads else {"add_pooling_layer": False}),
     }
 
 

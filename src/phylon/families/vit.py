@@ -171,7 +171,6 @@ def _write(spec: ModelSpec, model_type: str, prefix: str, tasks: dict[str, tuple
         "hidden_dropout_prob": embed.dropout,
         **labels(spec),
         **n_classes,
-        **({} if spec.heads else {"add_pooling_layer": False}),
     }
 
 

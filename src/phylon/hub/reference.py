@@ -121,13 +121,23 @@ def _line(error: Exception) -> str:
 def _their_inputs(found: Description, ours: Mapping[str, Tensor]) -> dict[str, Any]:
     ours = {name: value.cpu() for name, value in ours.items()}
     if "images" in ours:
-        return {"pixel_values": ours["images"].float()}
+        return {"pixel_values": ours["images"].float(), **_stretched(found, ours["images"])}
     given: dict[str, Any] = {} if found.spec.decoder is None else {"use_cache": False}
     if "source" in ours:
         return given | {"input_ids": ours["source"], "decoder_input_ids": ours["tokens"]}
     tokens = ours["tokens"]
     # A choice is one of several texts of a question.
     return given | {"input_ids": tokens[:, None] if "choice" in found.spec.heads else tokens}
+
+
+def _stretched(found: Description, images: Tensor) -> dict[str, Any]:
+    """What tells them that images are not of the model's own size."""
+    embed: Any = found.spec.last_stack.embed
+    if images.shape[1:] == embed.image_shape:
+        return {}
+    if embed.grid[0] != embed.grid[1]:
+        raise UserError(f"{PACKAGE} takes every grid of positions for a square one and cannot stretch {embed.grid}")
+    return {"interpolate_pos_encoding": True}
 
 
 def _heads(found: Description, out: Any) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +19,13 @@ from phylon.hub.load import UNREAD, stored_tensors
 from phylon.hub.written import generation_config, hf_config
 from phylon.model import Model, ModelSpec, build_meta
 from phylon.model.passes import lora_tensors
+from phylon.spec.base import Spec
 from phylon.spec.errors import UserError, system_reason
 from phylon.spec.serial import SCHEMA, to_data
 from phylon.text import gguf_from_tokenizer
 
 _SHARD_BYTES = 5 * 10**9
-_NO_PLACE = "its configuration has no place for a part of the spec"
+_NO_PLACE = "its configuration has no place for"
 
 
 def save(
@@ -111,10 +112,31 @@ def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str
         written = fmt.write(spec)
         if isinstance(fmt, GGUFFormat):
             return None if _said_by_gguf(spec, fmt, written) else "its header has no place for a part of the spec"
-        back = fmt.read(Config(written)).replace(init=spec.init)
+        back = fmt.read(Config(written, stored=lambda: _names(spec, fmt))).replace(init=spec.init)
     except (UserError, KeyError) as error:
         return str(error)
-    return None if back == spec else _NO_PLACE
+    return None if back == spec else f"{_NO_PLACE} {_difference(spec, back)}"
+
+
+def _names(spec: ModelSpec, fmt: HFFormat) -> list[str]:
+    """The tensors of a folder."""
+    return list(fmt.layout(spec).unmap(stored_tensors(build_meta(spec))).names())
+
+
+def _difference(ours: Any, said: Any, path: str = "") -> str:
+    """The first part of a spec that a configuration says otherwise, by its path."""
+    pairs: dict[Any, tuple[Any, Any]] = {}
+    if isinstance(ours, Spec) and type(ours) is type(said):
+        pairs = {name: (getattr(ours, name), getattr(said, name)) for name in ours.__struct_fields__}
+    elif isinstance(ours, Mapping) and isinstance(said, Mapping) and ours.keys() == said.keys():
+        pairs = {name: (value, said[name]) for name, value in ours.items()}
+    elif isinstance(ours, tuple) and isinstance(said, tuple) and len(ours) == len(said):
+        pairs = dict(enumerate(zip(ours, said, strict=True)))
+    for name, (mine, theirs) in pairs.items():
+        if mine != theirs:
+            return _difference(mine, theirs, f"{path}.{name}" if path else str(name))
+    shown = type(ours).__name__ if isinstance(ours, Spec) else "" if isinstance(ours, Mapping | tuple) else ours
+    return f"{path} {shown}".rstrip()
 
 
 def _said_by_gguf(spec: ModelSpec, fmt: GGUFFormat, written: dict[str, Any]) -> bool:

@@ -15,8 +15,9 @@ from phylon.spec.errors import UserError
 
 _TABLES = ("id2label", "label2id")
 _DTYPES = ("dtype", "torch_dtype")
-_DROPPED = ("auto_map",)
-"""The code that it names is not copied."""
+_DROPPED = ("auto_map", "add_pooling_layer")
+"""The code that the first names is not copied. The second, in a file, keeps `transformers` from being told so by its
+caller, and the tensors say it."""
 
 
 def hf_config(model: Model, hf: HFFormat, tensors: Collection[str]) -> dict[str, Any]:

@@ -229,7 +229,7 @@ class Model(Part):
         assert stack is not None
         out = Output(hidden=stack(tokens, embeds, ctx), aux=ctx.aux)
         if out.hidden.dtype == torch.float16 and not self.training:
-            _refuse_overflow(out.hidden, ctx)
+            _refuse_overflow(out.hidden, ctx.records.segments)
         self._run_heads(out, ctx, targets, logits)
         return out
 
@@ -292,15 +292,20 @@ class Model(Part):
             if name not in heads:
                 raise UserError(f"targets name the head '{name}'; this model has {', '.join(heads) or 'none'}")
         ctx.last_only = logits != "all"
+        is_half = out.hidden.dtype == torch.float16 and not self.training
         for name, head in heads.items():
             if name in given:
                 out.losses[name] = head.loss(out.hidden, given[name], ctx)
+                if is_half:
+                    _refuse_overflow(out.losses[name].sum[None, None], None)
             if logits == "none":
                 if ctx.state is not None and head.path in ctx.state.parts:
                     head(out.hidden, ctx)  # its state goes along, whoever asks
                 continue
             hidden = ctx.last_real(out.hidden) if logits == "last" and head.token_wise else out.hidden
             out.heads[name] = self.tap(ctx, f"heads.{name}.logits", head(hidden, ctx))
+            if is_half:
+                _refuse_overflow(out.heads[name], None if self.spec.heads[name].per_document else ctx.records.segments)
         out.logits = next(iter(out.heads.values()), None)
 
     def tap(self, ctx: Context, name: str, value: Tensor) -> Tensor:
@@ -324,10 +329,14 @@ def _is_one_document(segments: Tensor, state: State | None) -> bool:
     return state is None or (state.aligned and all(s in (0, 1) for s in state.last_segment))
 
 
-def _refuse_overflow(hidden: Tensor, ctx: Context) -> None:
-    """float16 ends at 65,504; T5's released weights go beyond, and a clamped value is a wrong one."""
-    finite = hidden.isfinite().all(-1)
-    if ctx.records.segments is not None:
-        finite = finite | (ctx.records.segments == 0)
+def _refuse_overflow(values: Tensor, segments: Tensor | None) -> None:
+    """float16 ends at 65,504; T5's released weights go beyond, and a clamped value is a wrong one.
+
+    ``values`` (B, T, W) or one a row (B, 1, W) with the ``segments`` (B, T) that say padding, else of any shape.
+    """
+    finite = values.isfinite().all(-1)
+    if segments is not None:
+        padding = segments == 0
+        finite = finite | (padding if finite.shape[1] == padding.shape[1] else padding.all(1, keepdim=True))
     if not bool(finite.all()):
         raise UserError("the values overflow float16; load the model with dtype='bfloat16' or 'float32'")

@@ -6,14 +6,15 @@ from torch import Tensor
 from phylon.layers.state.chunk import Chunk
 from phylon.patterns import Records
 
-_FIRST_CAPACITY = 64
+FIRST_CAPACITY = 64
+"""Tokens that a state has room for before it grows."""
 
 
 class FullIndex:
     """Every token a row has seen, at the slot of its rank. ``capacity`` doubles when no maximum was given."""
 
     def __init__(self, batch: int, max_len: int | None, device: torch.device) -> None:
-        self.capacity = max_len or _FIRST_CAPACITY
+        self.capacity = max_len or FIRST_CAPACITY
         self.positions = torch.zeros(batch, self.capacity, dtype=torch.int32, device=device)
         self.segments = torch.zeros_like(self.positions)
         self.n_keys = 0
