@@ -202,8 +202,16 @@ def test_equals_the_reference(name: str, feature: str) -> None:
 
 
 INVISIBLE = {
-    **{n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")},
-    "grouped bigbird": plain(pattern=BigBird(block=8, n_heads=4, n_random=1), kv=2),
+    **{
+        n: FEATURES[n] for n in ("left padding", "padding between", "a row of padding", "packed bigbird", "all at once")
+    },
+    "grouped bigbird": lambda t, s, dtype: made(
+        *(t, s, dtype),
+        kv=2,
+        pattern=BigBird(block=4, n_heads=4, n_random=1),
+        query=Records(torch.arange(s // 2, s // 2 + t)[None], None, None),  # in the middle: heads differ in keys
+        key=Records(torch.arange(s)[None], None, None),
+    ),
     "capped padding": packed("left", pattern=Causal(), softcap=2.0, bias=AlibiBias(ALIBI)),
 }
 
@@ -212,7 +220,7 @@ INVISIBLE = {
 @pytest.mark.parametrize("name", [*BACKENDS, "reference"])
 def test_what_is_invisible_reaches_nothing(name: str, feature: str) -> None:
     """NaN in queries that see nothing, in the gradients of their outputs, and in keys that no query of a head sees."""
-    for t, s in ((63, 63), (5, 40)):
+    for t, s in ((5, 40), (63, 63)) if feature != "grouped bigbird" else ((5, 40),):
         clean, setting = (INVISIBLE[feature](t, s, torch.float32) for _ in range(2))
         backend = Reference() if name == "reference" else usable(name, setting.call())
         mask = setting.call().mask()
@@ -229,7 +237,8 @@ def test_what_is_invisible_reaches_nothing(name: str, feature: str) -> None:
         out, exact = backend.run(setting.call()), Reference().run(clean.call())
         assert_close(out, exact, what="out", floor=1.0)
         ours = torch.autograd.grad(out, setting.inputs, draw.masked_fill(blind[..., None], math.nan))
-        for what, got, wanted, nowhere in zip("qkv", ours, torch.autograd.grad(exact, clean.inputs, draw), hidden):
+        exact_grads = torch.autograd.grad(exact, clean.inputs, draw)
+        for what, got, wanted, nowhere in zip("qkv", ours, exact_grads, hidden, strict=False):
             assert_close(got, wanted, what=f"{t} x {s}: d{what}", floor=1.0)
             assert not got[nowhere].any(), f"d{what} of what is invisible"
 

@@ -83,7 +83,9 @@ def test_a_replaced_child_a_copy_and_weights_from_outside(spec: ModelSpec) -> No
             for parameter in getattr(changed.decoder.blocks[0], name).parameters():
                 parameter.mul_(0.5)
             other = stepped(changed)
-            named = {n: p.detach() * 0.5 for n, p in model.named_parameters() if n.startswith(f"decoder.blocks.0.{name}.")}
+            named = {
+                n: p.detach() * 0.5 for n, p in model.named_parameters() if n.startswith(f"decoder.blocks.0.{name}.")
+            }
             whole = torch.func.functional_call(model, named, (TOKENS,)).logits
             assert torch.equal(whole, changed(TOKENS).logits)
         assert not torch.equal(other, before), name

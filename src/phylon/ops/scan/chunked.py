@@ -114,6 +114,8 @@ def _fill(
 ) -> None:
     """One chunk's decay factors and states (B, L, D, N) into their buffers, from the state ``h`` before it."""
     torch.mul(dt[..., None], A, out=decay).exp_()
+    if resets is not None:
+        decay.masked_fill_(resets[..., None, None], 0)
     torch.mul((dt * x)[..., None], B[:, :, None], out=states)
     recur(decay, states, h, resets)
 

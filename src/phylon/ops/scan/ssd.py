@@ -101,9 +101,7 @@ def in_chunks(
     return torch.cat(outputs, 1), h
 
 
-def _step(
-    h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor
-) -> tuple[Tensor, Tensor]:
+def _step(h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
     """A chunk of one: ``x`` (B, 1, G, R, P), ``dt`` (B, 1, G, R), ``B``, ``C`` (B, 1, G, N)."""
     x, dt = x[:, 0], dt[:, 0]
     decay = torch.exp(dt * A)
