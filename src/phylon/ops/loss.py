@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.scores import ScoresCall, dispatch
 from phylon.spec.errors import UserError
@@ -163,7 +164,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total, count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("linear_cross_entropy", "use cross_entropy of the logits")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         grads, ctx.grads = ctx.grads, None
         if grads is None:  # a second backward pass through a graph that was kept

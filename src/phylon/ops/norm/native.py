@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.norm.call import NormCall
 from phylon.ops.rows import native as rows
 
@@ -57,7 +58,7 @@ class _Norm(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("norm backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         total, weight, statistics = ctx.saved_tensors
         grad_total, grad_y = grad_outputs
