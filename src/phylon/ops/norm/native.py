@@ -20,13 +20,8 @@ class Native:
 
     def supports(self, call: NormCall) -> str | None:
         added = call.added
-        if added is not None and (
-            added.shape != call.x.shape or (call.x.dtype, added.dtype) == (torch.bfloat16, torch.float32)
-        ):
+        if added is not None and (call.x.dtype, added.dtype) == (torch.bfloat16, torch.float32):
             return "the sum is wider than x"
-        for parameter in (call.weight, call.bias):
-            if parameter is not None and parameter.shape != call.x.shape[-1:]:
-                return "weight and bias must be of the width of x"
         return rows.refusal(call.x, added, call.weight, call.bias) or rows.forward_alone()
 
     def run(self, call: NormCall) -> tuple[Tensor, Tensor]:

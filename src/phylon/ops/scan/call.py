@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.ops.checks import check_floats, check_rank, check_shapes
 from phylon.spec.errors import UserError
 
 
@@ -44,10 +45,14 @@ class ScanCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 3, "x (B, T, D)")
+        check_rank("a scan", self.x, 3, "x (B, T, D)")
         batch, length, width = self.x.shape
-        size = self.A.shape[-1]
-        _check_shapes(
+        check_rank("a scan", self.A, 2, "A (D, N)")
+        size = self.A.shape[1]
+        check_floats("a scan", x=self.x, dt=self.dt, A=self.A, B=self.B, C=self.C, D=self.D, state=self.state)
+        check_floats("a scan", into=self.into)
+        check_shapes(
+            "scan",
             dt=(self.dt, (batch, length, width)),
             A=(self.A, (width, size)),
             B=(self.B, (batch, length, size)),
@@ -77,13 +82,16 @@ class SSDCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 4, "x (B, T, H, P)")
-        _check_rank(self.B, 4, "B (B, T, G, N)")
+        check_rank("a scan", self.x, 4, "x (B, T, H, P)")
+        check_rank("a scan", self.B, 4, "B (B, T, G, N)")
         batch, length, heads, width = self.x.shape
         groups, size = self.B.shape[2:]
-        if groups == 0 or heads % groups:
+        check_floats("a scan", x=self.x, dt=self.dt, A=self.A, B=self.B, C=self.C, D=self.D, state=self.state)
+        check_floats("a scan", into=self.into)
+        if heads % groups:
             raise UserError(f"{heads} heads are no multiple of {groups} groups")
-        _check_shapes(
+        check_shapes(
+            "scan",
             dt=(self.dt, (batch, length, heads)),
             A=(self.A, (heads,)),
             B=(self.B, (batch, length, groups, size)),
@@ -111,10 +119,13 @@ class ConvCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 3, "x (B, T, D)")
+        check_rank("a convolution", self.x, 3, "x (B, T, D)")
         batch, length, width = self.x.shape
-        reach = self.weight.shape[-1]
-        _check_shapes(
+        check_rank("a convolution", self.weight, 2, "weight (D, W)")
+        reach = self.weight.shape[1]
+        check_floats("a convolution", x=self.x, weight=self.weight, bias=self.bias, tail=self.tail, into=self.into)
+        check_shapes(
+            "convolution",
             weight=(self.weight, (width, reach)),
             bias=(self.bias, (width,)),
             tail=(self.tail, (batch, reach - 1, width)),
@@ -154,14 +165,3 @@ def cleared(tensor: Tensor, real: Tensor | None) -> Tensor:
 def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The factor (B, T) on what came before each step: 0 where a document starts, else 1."""
     return None if resets is None else (~resets).to(dtype)
-
-
-def _check_rank(tensor: Tensor, rank: int, what: str) -> None:
-    if tensor.ndim != rank or 0 in tensor.shape:
-        raise UserError(f"a scan takes {what}, none of them 0, got {tuple(tensor.shape)}")
-
-
-def _check_shapes(**wanted: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tensor.shape != shape:
-            raise UserError(f"scan shapes do not fit: {name} is {tuple(tensor.shape)}, expected {shape}")
