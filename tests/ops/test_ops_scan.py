@@ -300,3 +300,35 @@ def test_explain_lists_every_backend() -> None:
         ("chunked", True, None),
         ("reference", False, None),
     ]
+
+
+@pytest.mark.parametrize("op", ["scan", "ssd", "conv"])
+def test_a_reset_at_padding_is_none(op: str) -> None:
+    """Padding leaves the state exactly as it is, whatever the masks say of it, on every backend."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    b, t, d, n, w = 2, 9, 6, 4, 4
+    inputs = {
+        "scan": (draw(b, t, d), draw(b, t, d).abs(), -draw(d, n).abs(), draw(b, t, n), draw(b, t, n), draw(d)),
+        "ssd": (draw(b, t, 2, d), draw(b, t, 2).abs(), -draw(2).abs(), draw(b, t, 1, n), draw(b, t, 1, n), draw(2)),
+        "conv": (draw(b, t, d), draw(d, w)),
+    }[op]
+    state = {"scan": draw(b, d, n), "ssd": draw(b, 2, d, n), "conv": draw(b, w - 1, d)}[op]
+    function = {"scan": scan.selective_scan, "ssd": scan.ssd_scan, "conv": scan.causal_conv}[op]
+    dispatch = {"scan": scan.dispatch, "ssd": scan.ssd_dispatch, "conv": scan.conv_dispatch}[op]
+    before = {"tail" if op == "conv" else "state": state}
+    real = torch.zeros(b, t, dtype=torch.bool)
+    everywhere = torch.ones(b, t, dtype=torch.bool)
+    mixed = torch.arange(t).expand(b, t) % 3 != 1
+    for name, backend in dispatch.backends.items():
+        if backend.available() or name == "triton":  # its kernels have a test of their own
+            continue
+        _, after = function(*inputs, **before, resets=everywhere, real=real, backend=name)
+        assert torch.equal(after, state), name
+        only = function(*inputs, **before, resets=mixed & (torch.arange(t) == 3), real=mixed, backend=name)
+        both = function(*inputs, **before, resets=~mixed | (torch.arange(t) == 3), real=mixed, backend=name)
+        for ours, theirs in zip(both, only, strict=True):
+            assert torch.equal(ours, theirs), name

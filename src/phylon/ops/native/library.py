@@ -100,8 +100,12 @@ class Library:
             return f"no C++ compiler on this machine (looked for CXX, {', '.join(_COMPILERS)})"
         if whole(self.path):
             return None
-        if self.failed.exists():
+        try:
             return self._without(self.form, self.failed.read_text(encoding="utf-8", errors="replace").strip())
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return self._without(self.form, f"'{self.failed}' cannot be read: {error.strerror}; remove it")
         if self._process is None:
             try:
                 self._process = self._make()
@@ -112,7 +116,8 @@ class Library:
             return "being compiled beside this run"
         if -code in _CRASHES:
             reason = f"its check against the reference crashed ({signal.Signals(-code).name})"
-            self.failed.write_text(reason + "\n", encoding="utf-8")
+            with contextlib.suppress(OSError):
+                self.failed.write_text(reason + "\n", encoding="utf-8")
             return self._without(self.form, reason)
         return f"compiling it ended with code {code} (see '{self.path.with_suffix('.log')}')"
 

@@ -21,10 +21,13 @@ class Breaks:
     resets: Tensor | None = None
     real: Tensor | None = None
 
-    def check(self, batch: int, length: int) -> None:
+    def checked(self, batch: int, length: int) -> "Breaks":
+        """These, of the right shapes and with no document starting at padding: that leaves the state exactly as it is."""
         for name, mask in (("resets", self.resets), ("real", self.real)):
             if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
                 raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")
+        both = self.resets is not None and self.real is not None
+        return Breaks(resets=self.resets & self.real, real=self.real) if both else self
 
 
 @dataclass(kw_only=True)
@@ -61,7 +64,7 @@ class ScanCall:
             state=(self.state, (batch, width, size)),
             into=(self.into, (batch, width, size)),
         )
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +103,7 @@ class SSDCall:
             state=(self.state, (batch, heads, width, size)),
             into=(self.into, (batch, heads, width, size)),
         )
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
 
 @dataclass(kw_only=True)
@@ -133,7 +136,7 @@ class ConvCall:
         )
         if self.activation is not None:
             check_activation(self.activation)
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
     def start(self) -> Tensor:
         """The tail that came before, in the dtype of ``x``; zeros where there is none."""
