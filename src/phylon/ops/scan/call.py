@@ -22,7 +22,7 @@ class Breaks:
     real: Tensor | None = None
 
     def checked(self, batch: int, length: int) -> "Breaks":
-        """These, of the right shapes and with no document starting at padding: that leaves the state exactly as it is."""
+        """These, if their shapes fit. No document starts at padding, which leaves the state exactly as it is."""
         for name, mask in (("resets", self.resets), ("real", self.real)):
             if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
                 raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")

@@ -80,7 +80,8 @@ class StepNative:
                 continue
             if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous():
                 return "it takes contiguous float32 tensors on the CPU"
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors())
+        if learns or torch.compiler.is_compiling():
             return "it has no backward pass, and torch.compile cannot look into it"
         return None
 
