@@ -16,6 +16,7 @@ from torch import Tensor
 from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
+from phylon.ops.backward import once
 from phylon.ops.random import keep_mask
 
 _BLOCKS = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128), (64, 64))
@@ -319,12 +320,11 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("attention backend 'online'")
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # type: ignore[bad-override]
         q, k, v, sink, out, sums = ctx.saved_tensors
         work = _Work(replace(ctx.call, q=q, k=k, v=v, sink=sink), ctx.plan, ctx.scores)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = _backward(work, out, sums, d_out)
+        grads = _backward(work, out, sums, d_out)
         of_bias = [] if work.bias is None else work.bias.finish()
         return (*grads, None, None, None, *of_bias)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.scan.call import ScanCall, cleared, wide
 
 _CHUNK_NUMBERS = 2**18
@@ -67,6 +68,7 @@ class _Scan(torch.autograd.Function):
         return y, h
 
     @staticmethod
+    @once("scan backend 'chunked'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad_y: Tensor = grad_outputs[0]
         carry: Tensor = grad_outputs[1]
