@@ -11,6 +11,7 @@ import torch
 
 import phylon
 from phylon.checkpoint import open_gguf, open_safetensors, write_gguf, write_safetensors
+from phylon.cli.main import main
 from phylon.families import families
 from phylon.hub import load, save
 from phylon.hub.save import save_gguf
@@ -421,3 +422,32 @@ def test_gguf_metadata(name, tmp_path):
     write_gguf(tmp_path / "b.gguf", dict(source.metadata) | changes, tensors)
     refused(tmp_path / "b.gguf", match)
     assert phylon.load(tmp_path / "a.gguf").spec.last_stack.d_model == 32
+
+
+def test_what_is_not_applied_in_generation_is_told(folder, capfd):
+    asked = {"num_beams": 4, "no_repeat_ngram_size": 2, "bad_words_ids": [[7]], "typical_p": 0.5, "min_length": 0}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
+    model = load(folder, device="cpu")
+    assert model.generation.not_applied == ("num_beams", "no_repeat_ngram_size", "bad_words_ids"), "nothing samples"
+    assert main(["generate", str(folder), "--prompt-ids", "1 2", "--max-new-tokens", "2"]) == 0
+    told = "note: num_beams, no_repeat_ngram_size, bad_words_ids of the model's own generation settings are not applied"
+    assert told in capfd.readouterr().err
+    assert load(save(model, folder.with_name("n")), device="cpu").generation == model.generation
+    written = save(model, folder.with_name("again"), format="hf") / "generation_config.json"
+    assert json.loads(written.read_text()) == asked
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert load(folder, device="cpu").generation.not_applied == ()
+    for key, value in {"bad_words_ids": 3, "suppress_tokens": "x", "num_beams": 0, "min_length": -1}.items():
+        (folder / "generation_config.json").write_text(json.dumps({key: value}))
+        assert "generation_config.json" in refused(folder, f"'{key}' must be")
+
+
+def test_a_generation_file_alone_says_how_to_sample(folder):
+    """As in the reference; special ids of the configuration hold where that file has none."""
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(data | {"eos_token_id": 3, "repetition_penalty": 2.0}))
+    (folder / "generation_config.json").unlink()
+    assert load(folder, device="cpu").generation.repetition_penalty == 2.0
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1}))
+    found = load(folder, device="cpu").generation
+    assert (found.repetition_penalty, found.eos_ids, found.bos_id) == (None, (3,), 1)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phylon.cli.common import Device, Dtype, ModelName, note
+from phylon.cli.common import Device, Dtype, ModelName, note, note_what_is_not_applied
 from phylon.cli.sampling import ChatTemperature, MaxNewTokens, MinP, RepetitionPenalty, Seed, TopK, TopP
 
 HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
@@ -33,6 +33,7 @@ def chat(
     from phylon.hub import load
 
     loaded = load(model, dtype=dtype, device=device)
+    note_what_is_not_applied(loaded)
     if temperature is None and loaded.generation.temperature is None:
         temperature = 0.0
     session = ChatSession(

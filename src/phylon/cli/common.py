@@ -45,6 +45,14 @@ def note(message: str) -> None:
     print(message, file=sys.stderr)
 
 
+def note_what_is_not_applied(model: Any) -> None:
+    """A checkpoint may ask its generation for more than is done here."""
+    asked = model.generation.not_applied
+    if asked:
+        are = "are" if asked[1:] else "is"
+        note(f"note: {', '.join(asked)} of the model's own generation settings {are} not applied")
+
+
 def count(number: int) -> str:
     """Digits in groups of three."""
     return f"{number:,}"

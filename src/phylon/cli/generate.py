@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phylon.cli.common import Device, Dtype, Json, ModelName, print_json
+from phylon.cli.common import Device, Dtype, Json, ModelName, note_what_is_not_applied, print_json
 from phylon.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 
 
@@ -45,6 +45,7 @@ def generate(
         "seed": seed,
     }
     loaded = load(model, dtype=dtype, device=device)
+    note_what_is_not_applied(loaded)
     if as_json:
         _json(loaded, model, prompts, options)
     elif len(prompts) == 1 and loaded.tokenizer is not None:

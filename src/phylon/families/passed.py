@@ -73,13 +73,13 @@ _KEYS: dict[Kind, str] = {
         summary_proj_to_labels summary_use_proj use_associative_scan use_cache use_mamba_kernels use_mambapy
     """,
     COUNT: """
-        chunk_size_feed_forward encoder_no_repeat_ngram_size max_length min_length no_repeat_ngram_size num_labels
-        pretraining_tp top_k
+        chunk_size_feed_forward encoder_no_repeat_ngram_size max_length min_length min_new_tokens no_repeat_ngram_size
+        num_labels pretraining_tp top_k
     """,
     SIZE: "chunk_size encoder_stride n_positions num_beam_groups num_beams num_return_sequences pooler_output_size",
     NUMBER: """
-        diversity_penalty length_penalty repetition_penalty router_aux_loss_coef router_z_loss_coef temperature
-        time_step_scale top_p typical_p
+        diversity_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty
+        penalty_alpha repetition_penalty router_aux_loss_coef router_z_loss_coef temperature time_step_scale top_p typical_p
     """,
     SPREAD: "init_std initializer_factor initializer_range time_step_floor",
     SHARE: """
@@ -87,7 +87,7 @@ _KEYS: dict[Kind, str] = {
         hidden_dropout_prob summary_first_dropout
     """,
     TABLE: "label2id task_specific_params",
-    LIST: "bad_words_ids exponential_decay_length_penalty",
+    LIST: "bad_words_ids exponential_decay_length_penalty force_words_ids",
     IDS: """
         begin_suppress_tokens bos_token_id cls_token_id decoder_start_token_id eos_token_id forced_bos_token_id
         forced_eos_token_id pad_token_id sep_token_id suppress_tokens unk_token_id

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from phylon.checkpoint import TensorSource, open_gguf, open_safetensors
 from phylon.checkpoint.files import quoted
-from phylon.families import Family, gguf_format, hf_format
+from phylon.families import Family, gguf_format, hf_format, passed
 from phylon.families.architectures import check_architectures, check_stacks
 from phylon.families.base import Config, HFFormat, shown
 from phylon.hub.labels import hf_labels, native_labels
@@ -24,6 +24,16 @@ NATIVE_CONFIG = "phylon.json"
 _NATIVE_KEYS = ("schema", "family", "model", "generation", "labels", "kept", "kept_generation")
 ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_OF_A_SAMPLER = ("typical_p", "epsilon_cutoff", "eta_cutoff")
+_NOT_APPLIED: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty", "typical_p"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("diversity_penalty", "penalty_alpha", "epsilon_cutoff", "eta_cutoff"), 0),
+    **{key: [] for key in ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens")},
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "guidance_scale"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "forced_decoder_ids", "constraints"), None),
+}
+"""What changes a generation, is not applied here, and is told; each with the value that changes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,17 +225,22 @@ def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int 
 
     Raises:
         UserError: a value that no generation can use, also where a later file or ``do_sample`` would hide it.
+
+    What is no id is taken from the last file that says anything, as in the reference.
     """
     merged: dict[str, Any] = {}
+    last: dict[str, Any] = {}
     for where, table in files.items():
         said = {key: value for key, value in table.items() if value is not None}
         with named(where):
-            merged |= said | {key: _ids(key, said[key], vocab_size) for key in ID_KEYS if key in said}
+            merged |= {key: _ids(key, said[key], vocab_size) for key in ID_KEYS if key in said}
             _check_sampling(said)
-    sampling = {name: merged[name] for name in SAMPLING if name in merged}
+        last = said or last
+    sampling = {name: last[name] for name in SAMPLING if name in last}
     if sampling.get("top_k") == 0:
         del sampling["top_k"]
-    if not merged.get("do_sample", False):
+    samples = last.get("do_sample", False)
+    if not samples:
         # Settings of a sampler that the checkpoint does not turn on are not its defaults.
         sampling = {k: v for k, v in sampling.items() if k == "repetition_penalty"}
     bos, eos, pad, start = (merged.get(key, ()) for key in ID_KEYS)
@@ -234,6 +249,11 @@ def generation_defaults(files: Mapping[str, Mapping[str, Any]], vocab_size: int 
         eos_ids=eos,
         pad_id=next(iter(pad), None),
         decoder_start_id=next(iter(start), None),
+        not_applied=tuple(
+            key
+            for key, neutral in _NOT_APPLIED.items()
+            if last.get(key, neutral) != neutral and (samples or key not in _OF_A_SAMPLER)
+        ),
         **sampling,
     )
 
@@ -258,6 +278,10 @@ def _outside(key: str, token: int, vocab_size: int | None) -> str:
 def _check_sampling(said: Mapping[str, Any]) -> None:
     if not isinstance(said.get("do_sample", False), bool):
         raise UserError(f"'do_sample' must be true or false, got {shown(said['do_sample'])}")
+    for key in _NOT_APPLIED:
+        words = passed.wrong(key, said.get(key))
+        if words is not None:
+            raise UserError(f"'{key}' must be {words}, got {shown(said[key])}")
     for name in SAMPLING:
         # 0 is how the reference says that all tokens are candidates.
         if name in said and not (name == "top_k" and said[name] == 0 and not isinstance(said[name], bool)):

@@ -122,7 +122,10 @@ class ModelSpec(Spec, frozen=True, kw_only=True):
 
 
 class GenerationDefaults(Spec, frozen=True, kw_only=True):
-    """Special ids and sampling defaults that come with a checkpoint."""
+    """Special ids and sampling defaults that come with a checkpoint.
+
+    ``not_applied`` names what else the checkpoint asks of its generation, such as beams or forbidden tokens.
+    """
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -133,6 +136,7 @@ class GenerationDefaults(Spec, frozen=True, kw_only=True):
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    not_applied: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, ids in (
