@@ -26,8 +26,9 @@ class Breaks:
         for name, mask in (("resets", self.resets), ("real", self.real)):
             if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
                 raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")
-        both = self.resets is not None and self.real is not None
-        return Breaks(resets=self.resets & self.real, real=self.real) if both else self
+        if self.resets is None or self.real is None:
+            return self
+        return Breaks(resets=self.resets & self.real, real=self.real)
 
 
 @dataclass(kw_only=True)
