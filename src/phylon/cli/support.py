@@ -81,19 +81,19 @@ def _experts(**changes: Any) -> ExpertCall:
     return ExpertCall(x=_rows(), chosen=chosen, gates=torch.ones(256, 1), weights=weights, **changes)
 
 
-def _scan(dtype: torch.dtype = torch.float32, size: int = 16, **breaks: Tensor) -> ScanCall:
+def _scan(dtype: torch.dtype = torch.float32, size: int = 16, **breaks: Any) -> ScanCall:
     x = torch.zeros(1, 8, 64, dtype=dtype, device=_device)
     maps, A = x.new_zeros(1, 8, size), x.new_zeros(64, size)
     return ScanCall(x=x, dt=x, A=A, B=maps, C=maps, D=A[:, 0], state=None, breaks=Breaks(**breaks))
 
 
-def _ssd(dtype: torch.dtype = torch.float32, **breaks: Tensor) -> SSDCall:
+def _ssd(dtype: torch.dtype = torch.float32, **breaks: Any) -> SSDCall:
     x = torch.zeros(1, 8, 4, 16, dtype=dtype, device=_device)
     dt, maps, A = x[..., 0], x.new_zeros(1, 8, 1, 16), x.new_zeros(4)
     return SSDCall(x=x, dt=dt, A=A, B=maps, C=maps, D=A, state=None, breaks=Breaks(**breaks))
 
 
-def _conv(dtype: torch.dtype = torch.float32, activation: str | None = "silu", **breaks: Tensor) -> ConvCall:
+def _conv(dtype: torch.dtype = torch.float32, activation: str = "silu", **breaks: Any) -> ConvCall:
     x = torch.zeros(1, 8, 64, dtype=dtype, device=_device)
     weight = x.new_zeros(64, 4)
     return ConvCall(x=x, weight=weight, bias=None, tail=None, activation=activation, breaks=Breaks(**breaks))
@@ -107,7 +107,7 @@ def _step(dtype: torch.dtype = torch.float32, learns: bool = False) -> StepCall:
     return StepCall(x=x, z=x, A_log=A, tail=tail, state=state, new_tail=tail, new_state=state, **own)  # type: ignore[arg-type]
 
 
-def _starts() -> dict[str, Tensor]:
+def _starts() -> dict[str, Any]:
     """Two documents in a row, the last token padding."""
     index = torch.arange(8, device=_device)[None]
     return {"resets": index == 3, "real": index < 7}

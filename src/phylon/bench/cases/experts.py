@@ -72,11 +72,11 @@ def _cell(bf16: bool, peers: frozenset[str]) -> Cell:
             expected = exact()
         wrong = off(["the loss"], [loss], [expected], 1e-2 if bf16 else 1e-4)
         for name, before in start.items():
-            moments = ([steps.optimizer.state[name]["exp_avg"]] for steps in (ours, exact))
-            updates = ([dict(steps.model.named_parameters())[name] - before] for steps in (ours, exact))
-            wrong = wrong or off([f"the gradient of {name}"], *moments, 0.3 if bf16 else 1e-2)
+            own, their = ([steps.optimizer.state[name]["exp_avg"]] for steps in (ours, exact))
+            moved, wanted = ([dict(steps.model.named_parameters())[name] - before] for steps in (ours, exact))
+            wrong = wrong or off([f"the gradient of {name}"], own, their, 0.3 if bf16 else 1e-2)
             # The first update is nearly a sign, which a gradient near zero may lose.
-            wrong = wrong or off([f"the update of {name}"], *updates, 0.7 if bf16 else 0.2)
+            wrong = wrong or off([f"the update of {name}"], moved, wanted, 0.7 if bf16 else 0.2)
         return wrong
 
     return Cell(sides=sides, oracle=oracle, amounts={"tokens": ids.numel()})

@@ -63,8 +63,8 @@ def _scan_cell(n: int, backward: bool, peers: frozenset[str]) -> Cell:
     def oracle(side: str, result: list[Tensor]) -> str | None:
         """Against fp64, and that, on a piece of the work, against the readable recurrence."""
         names = ("y", *(f"the gradient of {name}" for name in inputs))[: len(exact)]
-        pieces = (run(name, piece=True) for name in ("chunked", "reference"))
-        return off(names, result, exact, 1e-5) or off(names, *pieces, 1e-5)
+        fast, slow = (run(name, piece=True) for name in ("chunked", "reference"))
+        return off(names, result, exact, 1e-5) or off(names, fast, slow, 1e-5)
 
     found = {line.backend: line.reason for line in explain(**inputs) if line.backend != "reference"}
     sides = {name: partial(run, name) for name, reason in found.items() if reason is None}
