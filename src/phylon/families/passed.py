@@ -79,7 +79,8 @@ _KEYS: dict[Kind, str] = {
     SIZE: "chunk_size encoder_stride n_positions num_beam_groups num_beams num_return_sequences pooler_output_size",
     NUMBER: """
         diversity_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty
-        penalty_alpha repetition_penalty router_aux_loss_coef router_z_loss_coef temperature time_step_scale top_p typical_p
+        penalty_alpha repetition_penalty router_aux_loss_coef router_z_loss_coef temperature time_step_scale top_p
+        typical_p
     """,
     SPREAD: "init_std initializer_factor initializer_range time_step_floor",
     SHARE: """
