@@ -24,6 +24,14 @@ class NormCall:
     residual: bool = False
 
     def __post_init__(self) -> None:
+        x, added, width = self.x, self.added, self.x.shape[-1:]
+        given = (self.weight, self.bias)
+        fits = x.is_floating_point() and bool(width) and width[0] > 0
+        fits = fits and (added is None or (added.shape == x.shape and added.is_floating_point()))
+        if not fits or any(t is not None and not (t.shape == width and t.is_floating_point()) for t in given):
+            self._refuse()  # a norm is one of the shortest calls there are, and is made in every step of decoding
+
+    def _refuse(self) -> None:
         x, added = self.x, self.added
         if x.ndim == 0 or x.shape[-1] == 0:
             raise UserError(f"a norm takes (..., D) with D at least 1, got {tuple(x.shape)}")

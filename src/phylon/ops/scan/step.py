@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from phylon.ops.native import pointer
 from phylon.ops.scan.native import LIBRARY
 
 
@@ -95,7 +94,11 @@ class StepNative:
             *(batch * width, batch * width, width * reach, width, (rank + 2 * size) * width, width * rank, width),
             *(width * size, width, tails, states, tails, states),
         )
-        pointers = (pointer(t, n) for t, n in zip(call.tensors(), numbers, strict=True))
+        tensors = call.tensors()
+        # A dozen pointers a block and token: that they are dense fp32 on the CPU, ``supports`` has seen.
+        if any(t is not None and t.numel() != n for t, n in zip(tensors, numbers, strict=True)):
+            raise AssertionError(f"a step takes tensors of {numbers} numbers")
+        pointers = [None if t is None else t.data_ptr() for t in tensors]
         LIBRARY.mamba_step(byref(_Step(*sizes, *pointers, y.data_ptr())))
         return y
 
