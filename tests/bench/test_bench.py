@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from phylon.bench import Cell, Planned, all_cases, case, clock, memory, run
-from phylon.bench.report import compared, read, row_line, store
+from phylon.bench.oracle import off
+from phylon.bench.report import compared, elsewhere, read, row_line, store
 from phylon.cli.main import main
+from phylon.ops.experts import dispatch as expert_dispatch
 from phylon.spec import UserError
 
 CALLS: list[str] = []
@@ -181,6 +183,74 @@ def test_every_case_can_be_built() -> None:
     result = cell.sides["sdpa"]()
     assert cell.oracle("sdpa", result) is None
     assert "off by" in (cell.oracle("sdpa", [result[0], result[1] * 1.01, *result[2:]]) or "")
+    for i in range(4):  # one head of one tensor, the first as well as the last
+        wrong = [x.clone() for x in result]
+        wrong[i][:, :, i] = 0
+        assert "off by" in (cell.oracle("sdpa", wrong) or "")
+
+
+def cell_of(name: str, **key: str | int) -> Cell:
+    return next(p for p in all_cases()[name].plan() if key.items() <= p.key.items()).build(frozenset())
+
+
+def test_the_scan_judges_every_gradient() -> None:
+    cell = cell_of("scan", n=1, **{"pass": "forward+backward"})
+    result = cell.sides["chunked"]()
+    assert cell.oracle("chunked", result) is None
+    for i in range(len(result)):
+        for wrong in (float("nan"), 0.0):
+            planted = [x * wrong if i == k else x for k, x in enumerate(result)]
+            if float(result[i].norm()):  # the gradient of A is 0 without a state before
+                assert "is off by" in (cell.oracle("chunked", planted) or "")
+
+
+@pytest.mark.slow
+def test_models_and_losses_are_judged_by_their_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = cell_of("loss", n=1024, dtype="f32")
+    result = loss.sides["chunks"]()
+    assert loss.oracle("chunks", result) is None
+    assert "the gradient of the weights" in (loss.oracle("chunks", [*result[:2], result[2] * 0]) or "")
+    assert "the loss" in (loss.oracle("chunks", [result[0] * 2, *result[1:]]) or "")
+    mamba = cell_of("mamba", n=1024)
+    result = mamba.sides["phylon"]()
+    assert mamba.oracle("phylon", result) is None
+    assert "off by" in (mamba.oracle("phylon", [result[0], *(g * 0 for g in result[1:])]) or "")
+    experts = cell_of("experts", dtype="f32")
+    assert experts.oracle("experts", experts.sides["experts"]()) is None
+    backend = expert_dispatch.backends["native"]
+    right = backend.run
+    monkeypatch.setattr(backend, "run", lambda call: right(call) * 0)
+    experts = cell_of("experts", dtype="f32")
+    if backend.available() is None:
+        assert "off by" in (experts.oracle("experts", experts.sides["experts"]()) or "")
+
+
+def test_off_sees_nan_shape_and_size() -> None:
+    one = torch.ones(3)
+    assert off(["a"], [one], [one], 1e-9) is None
+    assert "a is off" in (off(["a"], [one * float("nan")], [one], 1e-2) or "")
+    assert "b is off" in (off(["a", "b"], [one, one * 1.1], [one, one], 1e-2) or "")
+    assert "a is (1,)" in (off(["a"], [one[:1]], [one], 1e-2) or "")
+
+
+@pytest.mark.parametrize("ms", [None, "3", True, 0, -1.0, float("nan")])
+def test_a_stored_time_is_a_number(ms: object, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"rows": [{"case": "toy", "key": {"n": 1}, "side": "right", "ms": ms}]}))
+    with pytest.raises(UserError, match="is no stored benchmark: its row") as refused:
+        read(path)
+    assert "\n" not in str(refused.value)
+
+
+def test_figures_of_another_machine_are_announced() -> None:
+    rows = [{"case": "toy", "key": {"n": 1}, "side": "right", "ms": 2.0, "change": 1.0}]
+    here = {"processor": "this one", "threads": 2}
+    assert elsewhere(rows, {"rows": [rows[0] | {"machine": here}]}, here) is None
+    other = {"rows": [rows[0] | {"machine": here | {"processor": "that one"}}]}
+    assert "that one" in (elsewhere(rows, other, here) or "")
+    assert "other threads" in (elsewhere(rows, {"rows": [rows[0] | {"machine": here | {"threads": 1}}]}, here) or "")
+    assert "an unknown machine" in (elsewhere(rows, {"rows": rows}, here) or "")
+    assert elsewhere([], other, here) is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Documents forget each other exactly: what one holds, NaN and infinity too, reaches no output or gradient of another."""
+"""Documents forget each other exactly: what one holds, NaN too, reaches no output or gradient of another."""
 
 import math
 from typing import Any

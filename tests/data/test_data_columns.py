@@ -3,11 +3,14 @@
 import builtins
 import json
 import logging
+from datetime import date, datetime
+from decimal import Decimal
 
 import pytest
 
 from phylon.data import HFDataset, JsonLines, Loader, PackedRows, Parquet, TextFolder, open_source
 from phylon.data.passed import _named
+from phylon.data.split import split_records
 from phylon.spec import UserError
 
 parquet = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
@@ -174,3 +177,15 @@ def test_the_position_survives_a_change_of_the_number_of_workers():
     ]
     together = [[row for part in parts for row in part.tolist()] for parts in seen]
     assert together == [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("value", [datetime(2020, 1, 1), Decimal("1.5"), b"abc", [date(2020, 1, 1)]])
+def test_what_json_cannot_say_cannot_decide_the_split(tmp_path, value):
+    write(tmp_path / "a.parquet", [f"text {n}" for n in range(30)])
+    parquet.write_table(pyarrow.table({"text": [value], "n": [1]}), tmp_path / "b.parquet")
+    source = Parquet(path=str(tmp_path))
+    kind = type(value).__name__
+    with pytest.raises(UserError, match=rf"b.parquet:0: the field 'text' is neither text nor number but {kind}.*skip"):
+        list(split_records(source, 0.3, ("text",))[0].records())
+    parts = split_records(source.replace(unreadable="skip"), 0.3, ("text",))
+    assert sum(len(list(part.records())) for part in parts) == 30

@@ -404,6 +404,10 @@ GGUF_CHANGES = {
     "unknown": ({"llama.logit_scale": 3.0}, "logit_scale"),
     "architecture": ({"general.architecture": "lama"}, "unknown GGUF architecture 'lama' .did you mean 'llama'"),
     "vocabulary": ({"llama.vocab_size": 77}, "another shape"),
+    "tokens": (
+        {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "a"]},
+        r"b\.gguf: GGUF vocabulary: a token stands there twice",
+    ),
     "two scalings": ({"llama.rope.scaling.type": "longrope"}, "unknown rope scaling"),
 }
 

@@ -159,6 +159,16 @@ def test_freezing_and_training_by_glob():
         train_only(model, ["decoder.blocks.7"])
 
 
+@pytest.mark.parametrize("change", [freeze, train_only])
+def test_a_tied_parameter_is_named_by_its_first_name(change):
+    spec = pre()
+    model = made(spec.replace(ties=(Tie(name="heads.lm.proj.weight", source="decoder.embed.tokens.weight"),)))
+    with pytest.raises(UserError, match=r"'heads.lm.proj.weight' is tied to 'decoder.embed.tokens.weight'.*'heads'"):
+        change(model, ["heads"])
+    assert change(model, ["decoder.embed", "*.tokens.weight"]) == ["decoder.embed.tokens.weight"]
+    assert "decoder.embed.tokens.weight" in change(model, ["*"])
+
+
 def dropping(moe=False):
     attention = Attention(n_heads=4, n_kv_heads=2, head_dim=8, dropout=0.3)
     ffn = MOE if moe else MLP(d_ff=24, dropout=0.3)

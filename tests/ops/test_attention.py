@@ -312,3 +312,24 @@ def test_reference_agrees_with_pytorch() -> None:
     q, k, v = qkv(6, 6, k=4)
     theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
     assert_close(attention(q, k, v, pattern=Causal(), backend="reference"), theirs)
+
+
+@pytest.mark.parametrize("backend", ["reference", "online"])
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_large_scores_cost_no_accuracy(backend: str, with_sink: bool) -> None:
+    """Near ties at scores of ten thousand: from a rounded log-sum-exp the weights would be off by 5e-4."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = ((2 * torch.randn(1, 200, 2, 16, generator=generator)).round().double() for _ in range(2))
+    v, sink = torch.randn(1, 200, 2, 16, generator=generator).double(), torch.tensor([3e4, -5.0]).double()
+    leaves = (5000 * q, k, v, sink)
+    exact, single = (
+        [x.detach().to(dtype).requires_grad_() for x in leaves] for dtype in (torch.float64, torch.float32)
+    )
+    for inputs, name in ((exact, "reference"), (single, backend)):
+        out = attention(*inputs[:3], pattern=Causal(), backend=name, sink=inputs[3] if with_sink else None)
+        out.square().sum().backward()
+        inputs.append(out)
+    for mine, right in zip(single, exact, strict=True):
+        mine, right = (x.grad if x.is_leaf else x.detach() for x in (mine, right))
+        if right is not None and float(right.norm()):
+            assert float((mine - right).norm() / right.norm()) < 1e-5  # type: ignore[operator]

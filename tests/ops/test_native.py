@@ -90,6 +90,36 @@ def test_a_damaged_note_is_a_reason(made) -> None:
     assert "\n" not in library.wait(5)
 
 
+def test_a_note_that_is_a_folder_is_a_reason(made) -> None:
+    library = made("lib_folder")
+    library.failed.mkdir(parents=True)
+    reason = library.wait(5)
+    assert "cannot be read: Is a directory; remove it" in reason
+    assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "echo 'x.s: fatal error: No space left on device' >&2; exit 1",
+        "kill -9 $$",
+    ],
+)
+def test_what_fails_for_a_passing_reason_is_tried_again(
+    made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    words, real = tmp_path / "cxx", module.compiler()
+    words.write_text(f'#!/bin/sh\nif [ -e {tmp_path}/full ]; then {end}; fi\nexec {real} "$@"\n')
+    words.chmod(0o755)
+    (tmp_path / "full").touch()
+    monkeypatch.setenv("CXX", str(words))
+    library = made("lib_full")
+    assert library.wait(60).startswith("compiling it ended with code 1 (see '")
+    assert not library.failed.exists()
+    (tmp_path / "full").unlink()
+    assert made("lib_full").wait(60) is None
+
+
 def test_the_words_of_cxx(made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "  ")
     assert module.compiler() is not None

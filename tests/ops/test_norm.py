@@ -6,7 +6,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers import assert_close
-from phylon.ops.norm import layer_norm, rms_norm
+from phylon.ops.norm import dispatch, layer_norm, rms_norm
+from phylon.ops.rows import native as rows
 
 D = 24
 
@@ -61,3 +62,33 @@ def test_fp16_does_not_overflow() -> None:
     """Squares above 65504 (case 7's kind)."""
     x = torch.full((1, D), 1000.0, dtype=torch.float16)
     assert torch.equal(rms_norm(x, None, 1e-6), torch.ones_like(x))
+
+
+@pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_weight", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_bias", [None, torch.float32, torch.bfloat16])
+def test_any_mixture_of_dtypes(
+    of_x: torch.dtype, of_weight: torch.dtype | None, of_bias: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every backend, forward and backward, and of the dtypes that were given."""
+    monkeypatch.setattr(rows, "FEW", 0)
+    made = [(t.detach(), dtype) for t, dtype in zip(inputs(torch.float64), (of_x, of_weight, of_bias), strict=True)]
+    wide = [None if dtype is None else t.to(dtype).double().requires_grad_() for t, dtype in made]
+    for centred in (True, False):
+        if not centred and of_bias is not None:
+            continue
+        exact = F.layer_norm(wide[0], (D,), wide[1], wide[2]) if centred else written_rms(wide[0], wide[1], 1e-5)
+        expected = torch.autograd.grad(exact.sin().sum(), [t for t in wide if t is not None])
+        for name, backend in dispatch.backends.items():
+            if backend.available():
+                continue
+            leaves = [None if dtype is None else t.to(dtype).requires_grad_() for t, dtype in made]
+            x, weight, bias = leaves
+            options = {"eps": 1e-5, "backend": name}
+            y = layer_norm(x, weight, bias, **options) if centred else rms_norm(x, weight, **options)
+            assert y.dtype == of_x
+            given = [t for t in leaves if t is not None]
+            for found, wanted, t in zip(torch.autograd.grad(y.sin().sum(), given), expected, given, strict=True):
+                assert found.dtype == t.dtype
+                low = torch.bfloat16 in (of_x, t.dtype)
+                assert_close(found.double(), wanted, 2e-2 if low else 1e-5)

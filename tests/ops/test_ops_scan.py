@@ -300,3 +300,81 @@ def test_explain_lists_every_backend() -> None:
         ("chunked", True, None),
         ("reference", False, None),
     ]
+
+
+@pytest.mark.parametrize("op", ["scan", "ssd", "conv"])
+def test_a_reset_at_padding_is_none(op: str) -> None:
+    """Padding leaves the state exactly as it is, whatever the masks say of it, on every backend."""
+    g = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g)
+
+    b, t, d, n, w = 2, 9, 6, 4, 4
+    inputs = {
+        "scan": (draw(b, t, d), draw(b, t, d).abs(), -draw(d, n).abs(), draw(b, t, n), draw(b, t, n), draw(d)),
+        "ssd": (draw(b, t, 2, d), draw(b, t, 2).abs(), -draw(2).abs(), draw(b, t, 1, n), draw(b, t, 1, n), draw(2)),
+        "conv": (draw(b, t, d), draw(d, w)),
+    }[op]
+    state = {"scan": draw(b, d, n), "ssd": draw(b, 2, d, n), "conv": draw(b, w - 1, d)}[op]
+    function = {"scan": scan.selective_scan, "ssd": scan.ssd_scan, "conv": scan.causal_conv}[op]
+    dispatch = {"scan": scan.dispatch, "ssd": scan.ssd_dispatch, "conv": scan.conv_dispatch}[op]
+    before = {"tail" if op == "conv" else "state": state}
+    real = torch.zeros(b, t, dtype=torch.bool)
+    everywhere = torch.ones(b, t, dtype=torch.bool)
+    mixed = torch.arange(t).expand(b, t) % 3 != 1
+    for name, backend in dispatch.backends.items():
+        if backend.available() or name == "triton":  # its kernels have a test of their own
+            continue
+        _, after = function(*inputs, **before, resets=everywhere, real=real, backend=name)
+        assert torch.equal(after, state), name
+        only = function(*inputs, **before, resets=mixed & (torch.arange(t) == 3), real=mixed, backend=name)
+        both = function(*inputs, **before, resets=~mixed | (torch.arange(t) == 3), real=mixed, backend=name)
+        for ours, theirs in zip(both, only, strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest piece of memory that an operation made."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self.known, self.bytes = {t.untyped_storage().data_ptr() for t in known}, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in self.known:
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_ssd_allocates_nothing_of_the_states_size(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((2, 1, 4, 32), (2, 1, 4), (4,), (2, 1, 2, 64), (2, 1, 2, 64), (4,))
+    x, dt, A, B, C, D = (torch.randn(*shape, generator=g) for shape in shapes)
+    inputs = [*(t.to(dtype) for t in (x, dt.abs())), -A.abs(), *(t.to(dtype) for t in (B, C)), D]
+    state = torch.randn(2, 4, 32, 64, generator=g)
+    into, plain = torch.empty_like(state), ssd_scan(*inputs, state=state, backend="reference")
+    with torch.no_grad(), _Largest(state, into, *inputs) as made:
+        y, last = ssd_scan(*inputs, state=state, into=into)
+    assert last is into
+    assert made.bytes < into.untyped_storage().nbytes() / 8
+    torch.testing.assert_close(last, plain[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y, plain[0], rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+def test_torch_func_gets_the_recurrence() -> None:
+    inputs = scan_inputs(7, dtype=torch.float32)
+    x = inputs.pop("x")
+
+    def total(x: Tensor) -> Tensor:
+        return selective_scan(x, **inputs)[0].square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(total(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(total)(x), expected)
+    every = torch.func.vmap(lambda x: selective_scan(x, **inputs)[0])(torch.stack([x, 2 * x]))
+    torch.testing.assert_close(every[1], selective_scan(2 * x, **inputs)[0])
+    with pytest.raises(UserError, match=r"torch\.func looks into the reference alone"):
+        torch.func.grad(lambda x: selective_scan(x, **inputs, backend="chunked")[0].sum())(x)

@@ -283,6 +283,7 @@ def test_bad_gguf_headers(real):
         ({"eos_token_id": 60000}, "eos_token_id is 60000, but there are 50257 tokens"),
         ({"token_type": [1]}, "50257 tokens but 1 of tokenizer.ggml.token_type"),
         ({"merges": ["qqqq zzzz"]}, "the merges do not fit"),
+        ({"merges": ["a b", "abc"]}, "a merge is two tokens with a space in between, got 'abc'"),
     ]:
         broken = header | {f"tokenizer.ggml.{key}": value for key, value in change.items()}
         with pytest.raises(UserError, match=message):

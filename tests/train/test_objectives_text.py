@@ -1,6 +1,7 @@
 """T5's mixtures of tasks, and distillation: formulas by hand, exact quotas, what is refused."""
 
 import math
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -19,6 +20,7 @@ from phylon.train.objectives import NextToken
 from phylon.train.objectives.distillation import Distillation, soft_loss, start_from
 from phylon.train.objectives.mixing import MixedExamples, mixing_rates, quotas
 from phylon.train.recipe import model_spec
+from phylon.train.vocabulary import BPE
 
 
 def test_the_mixing_rates_are_the_papers_formula():
@@ -231,3 +233,46 @@ def test_next_token_weighs_each_token():
     ones = objective.losses(model, batch | {"weights": torch.ones(2, 6)})["lm"]
     torch.testing.assert_close(ones.sum, objective.losses(model, batch)["lm"].sum)
     assert isinstance(tiny("distillation").objective, Distillation)
+
+
+def soft_losses(out):
+    return [r["losses"]["soft"] for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "step"]
+
+
+def test_another_teacher_in_the_same_place_is_noticed(tmp_path):
+    """By the next run of the process, which learns from it, and by a resumed one, which names it."""
+    place = tmp_path / "teacher"
+    shutil.copytree(teacher(), place)
+    recipe = tiny("distillation")
+    recipe = recipe.replace(objective=recipe.objective.replace(teacher=str(place), start="seed"))
+    recipe = recipe.replace(run=recipe.run.replace(steps=2))
+    train(recipe, out=tmp_path / "first", device="cpu")
+    other = hub.load(place, device="cpu")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-2)
+    hub.save(other, place, replace=True)
+    train(recipe, out=tmp_path / "second", device="cpu")
+    assert soft_losses(tmp_path / "second")[0] != pytest.approx(soft_losses(tmp_path / "first")[0], rel=1e-3)
+    more = recipe.replace(run=recipe.run.replace(steps=3))
+    train(more, out=tmp_path / "second", resume=True, allow_changes=True, device="cpu")
+    with pytest.raises(UserError, match=rf"the teacher '{place}' is not the one of this run: .* --allow-changes"):
+        train(recipe, out=tmp_path / "first", resume=True, device="cpu")
+    train(more, out=tmp_path / "first", resume=True, allow_changes=True, device="cpu")
+    records = [list(read_metrics(tmp_path / run / "metrics.jsonl")) for run in ("first", "second")]
+    said = [next(r["changes"] for r in found if r["kind"] == "resumed") for found in records]
+    assert [f"the teacher '{place}' has changed" in changes for changes in said] == [True, False]
+
+
+def test_another_architecture_to_begin_from_is_named(tmp_path):
+    """The weights are in the checkpoint; what the model does with them is not."""
+    place = tmp_path / "start"
+    shutil.copytree(teacher(), place)
+    recipe = tiny("next_token").replace(model={"from": str(place)})
+    recipe = recipe.replace(data=recipe.data.replace(tokenizer=BPE()), run=recipe.run.replace(steps=2))
+    train(recipe, out=tmp_path / "run", device="cpu")
+    text = (place / "phylon.json").read_text()
+    assert '"theta": 10000.0' in text
+    (place / "phylon.json").write_text(text.replace('"theta": 10000.0', '"theta": 500.0'))
+    with pytest.raises(UserError, match=rf"the model '{place}' is not the one of this run"):
+        train(recipe, out=tmp_path / "run", resume=True, device="cpu")

@@ -9,20 +9,24 @@ import torch
 from objective_toys import tiny
 from task_toys import PAIRS, TASKS
 
+from phylon import hub
 from phylon.data.buckets import padded
 from phylon.data.images import ImageFolder
-from phylon.generate import beam_search
+from phylon.generate import answer, beam_search, generate
+from phylon.generate.finetuned import Answering, answering
 from phylon.model import build
 from phylon.spec import UserError
 from phylon.text import train_wordpiece
 from phylon.text.tokenizer import Joint
-from phylon.train import recipe_from_toml, train
+from phylon.train import Callback, recipe_from_toml, train
 from phylon.train.measures import bleu
+from phylon.train.objectives import answers
 from phylon.train.objectives.answers import Answers, best_span
 from phylon.train.objectives.contrastive import Contrastive, pooled
 from phylon.train.objectives.supervised import shortened
 from phylon.train.objectives.translation import Translation
 from phylon.train.prepare import check, prepare
+from phylon.train.recipe import model_spec
 
 
 def ready(folder, kind, number=0, **changes):
@@ -405,3 +409,83 @@ def test_a_greedy_translation_is_as_long_as_a_searched_one_may_be(tmp_path, monk
     monkeypatch.setattr("phylon.train.objectives.translation.generate", lambda *_, **__: rows)
     decode = model.tokenizer.decode
     assert objective.translate(model, sources) == [decode(rows[0]["tokens"][:n]).strip() for n in (51, 59)]
+
+
+def test_greedy_translations_are_made_in_batches_of_bounded_size(tmp_path, monkeypatch):
+    _, prepared = ready(tmp_path, "translation")
+    model, sources = prepared.model.eval(), [[5 + i % 4] * (1 + i % 7) for i in range(12)]
+    together, seen = Translation(n_beams=1).translate(model, sources), []
+
+    def counted(model, read, **options):
+        seen.append(len(read) * (max(map(len, read)) + options["max_new_tokens"]))
+        return generate(model, read, **options)
+
+    monkeypatch.setattr("phylon.train.objectives.translation.generate", counted)
+    assert Translation(n_beams=1, max_tokens=200).translate(model, sources) == together
+    assert len(seen) > 3
+    assert max(seen) <= 200
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_an_image_that_breaks_while_training_names_the_last_good_state_and_the_policy(tmp_path, saved):
+    from PIL import Image
+
+    for name in "ab":
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(8):
+            pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
+    base = TASKS["image_classes"][0]
+    source = next(line for line in base.splitlines() if line.startswith("source"))
+    text = base.replace(source, f'source = {{ kind = "image_folder", path = "{tmp_path}/images", channels = 1 }}')
+    text = text.replace("n_classes = 3", "n_classes = 2").replace("held_out = 0.3", "held_out = 0")
+    recipe = recipe_from_toml(f"schema = 1\n{text}\n[run]\nsteps = 12\nbatch_size = 4\n")
+    recipe = recipe.replace(run=recipe.run.replace(save_every=2 if saved else None))
+
+    class Break(Callback):
+        def record(self, record, state):
+            if state.step == 3:
+                for path in (tmp_path / "images").rglob("*.png"):
+                    path.write_bytes(path.read_bytes()[:60])
+
+    with pytest.raises(UserError, match=r"of step 3: cannot read the image '.*\.png': .*unreadable=skip") as caught:
+        train(recipe, out=tmp_path / "run", device="cpu", callbacks=[Break()])
+    state = f"last good state is {tmp_path}/run/checkpoints/step-00000002, --resume" if saved else "no checkpoint yet"
+    assert state in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0])
+def test_a_model_answers_as_its_evaluation_has_read_it(tmp_path, monkeypatch, threshold):
+    """The same windows of the same length, the same longest answer, the same threshold, also of a saved model."""
+    filler = " ".join(f"word{i % 10}" for i in range(40))
+    rows = [{"question": "where?", "context": f"{n} {filler} {n}", "answer": n, "start": 0} for n in "abcdefghijkl"]
+    recipe = answer_recipe(tmp_path, rows)
+    recipe = recipe.replace(objective=recipe.objective.replace(stride=6, max_answer=2, threshold=threshold))
+    heard = []
+    monkeypatch.setattr(answers, "exact_match", lambda said, right: heard.append((said, right[0])) or 0.0)
+    done = train(recipe, out=tmp_path / "run", device="cpu")
+    last = heard[-len(heard) // 2 :] if done.metrics and len(heard) > 2 else heard
+    hub.save(hub.load(tmp_path / "run" / "model", device="cpu"), tmp_path / "hf", format="hf")
+    for place in (tmp_path / "run" / "model", tmp_path / "hf"):
+        model = hub.load(place, device="cpu")
+        assert answering(model) == Answering(max_answer=2, stride=6, threshold=threshold, max_tokens=24)
+        for said, name in last:
+            found = answer(model, "where?", f"{name} {filler} {name}")
+            assert found["answer"] == said
+            assert len(found["answer"].split()) <= 2
+    assert last
+    if threshold is None:
+        assert all(said for said, _ in last)
+
+
+def test_what_a_configuration_says_of_answers_is_checked():
+    recipe = tiny("answers")
+    model = build(model_spec(recipe, 40), seed=0, device="cpu")
+    assert answering(model) == Answering()
+    for said in ({"max_answer": 0}, {"stride": "far"}, {"max_answers": 3}, 7):
+        model.kept = {"task_specific_params": {"phylon_answers": said}}
+        with pytest.raises(UserError, match="'task_specific_params' of this model's configuration cannot be read"):
+            answering(model)
+    model.kept = {"task_specific_params": None}
+    assert answering(model) == Answering()

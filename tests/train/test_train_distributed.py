@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from phylon import hub
+from phylon.spec import UserError
 from phylon.train import latest_checkpoint, read_metrics, world
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,6 +110,11 @@ def test_several_processes_are_one_and_load_on_another_number(tmp_path, kind, n)
     extra = ("--set", f"run.parallel={kind}", "--set", "run.ema=0.9", "--set", "run.accumulate=2")
     one, many = run(tmp_path / "one", 1, *extra), run(tmp_path / "many", n, *extra)
     same(one, many)
+    evals = [[r for r in read_metrics(out / "metrics.jsonl") if r["kind"] == "eval"] for out in (one, many)]
+    for name in ("loss", "ema_loss"):
+        alone, shared = ([record[name] for record in records] for records in evals)
+        assert len(alone) == 2
+        assert shared == pytest.approx(alone, rel=2e-5), name
     assert hub.load(many / "model", device="cpu").spec == hub.load(one / "model", device="cpu").spec
     for processes in (1, 2):
         longer = ("--set", "run.steps=12", "--resume", "--allow-changes")
@@ -282,3 +288,68 @@ def test_samples_and_what_is_kept_are_those_of_one_process(tmp_path, kind, end):
         mean = [load_file(two / "checkpoints" / f"step-{n:08}" / "model.safetensors") for n in (4, 6, 8)]
         for name, weight in weights(two).items():
             assert torch.equal(weight, torch.stack([t[name].double() for t in mean]).mean(0).float()), name
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_waits_for_others_in_vain_says_so(monkeypatch, rank):
+    monkeypatch.setattr(world, "MEETING", timedelta(seconds=1))
+    address = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port())}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="the 2 processes of this run have not met within 1 seconds"):
+        world.join_world("cpu")
+
+
+STAND_INS = {
+    "srun": 'echo $$ > step.pid; shift; exec "$@"',  # without its --kill-on-bad-exit
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    "scancel": 'kill -TERM "$(cat step.pid)" $(pgrep -P "$(cat step.pid)")',  # every process of the step
+    "scontrol": 'test "$1" = show && echo 127.0.0.1 || echo "$@" >> scontrol.log',
+}
+
+
+@pytest.mark.slow
+def test_the_launch_file_of_the_docs_saves_and_queues_again_before_the_time_is_up(tmp_path):
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    script = page[page.index("#!/bin/bash") :].partition("```")[0]
+    for old, new in (("29500", str(port())), ("--nproc-per-node 8", "--nproc-per-node 2")):
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    (tmp_path / "train.sbatch").write_text(script)
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace("steps = 8", "steps = 160").replace("save_every = 2\n", ""))
+    (tmp_path / "bin").mkdir()
+    for name, line in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT / "src")}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "here", "OMP_NUM_THREADS": "1"}
+    queue = lambda: subprocess.Popen(["bash", "train.sbatch"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True)
+    out, log = tmp_path / "runs" / "big", tmp_path / "runs" / "big" / "metrics.jsonl"
+    # Killed before its first checkpoint, as by a node that fails.
+    job = queue()
+    while not log.exists() or not losses(out):
+        time.sleep(0.05)
+        assert job.poll() is None, job.stderr.read()
+    step = int((tmp_path / "step.pid").read_text())
+    children = subprocess.run(["pgrep", "-P", str(step)], capture_output=True, text=True).stdout.split()
+    for process in [step, *map(int, children)]:
+        os.kill(process, signal.SIGKILL)
+    job.communicate(timeout=60)
+    assert latest_checkpoint(out / "checkpoints") is None
+    # Queued again; this time it is told in time.
+    job = queue()
+    while len(losses(out)) < 20:
+        time.sleep(0.05)
+        assert job.poll() is None, job.stderr.read()
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=100)[1]
+    saved = latest_checkpoint(out / "checkpoints")
+    assert saved is not None, said
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+    assert "stopped after step" in said
+    job = queue()
+    said = job.communicate(timeout=200)[1]
+    assert job.returncode == 0, said
+    assert f"resumed at step {int(saved.name[5:])} from" in said
+    assert len(losses(out)) == 160
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"

@@ -63,6 +63,22 @@ def test_a_signal_and_then_a_second_end(tmp_path):
     assert ended(tmp_path) == "not of itself, after 7 of 12 steps: interrupted"
 
 
+def test_sigterm_may_come_twice_and_a_second_ctrl_c_does_not_wait(tmp_path):
+    def both(*numbers):
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted) as stopped:
+        run(tmp_path / "a", [At(3, lambda: both(signal.SIGTERM, signal.SIGTERM))])
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert ended(tmp_path / "a").startswith(
+        "not of itself, after 4 of 12 steps: stopped after step 4 of 12; the run is"
+    )
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(tmp_path / "b", [At(3, lambda: both(signal.SIGINT, signal.SIGINT))])
+    assert not isinstance(stopped.value, Interrupted)
+
+
 def test_skipped_steps(tmp_path):
     with pytest.raises(UserError):
         run(tmp_path, optim__lr=1e30)

@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import random
 import signal
 
 import pytest
@@ -253,7 +254,9 @@ def test_unreadable_data_end_the_run_in_one_line_with_its_state_kept(tmp_path):
     with pytest.raises(UserError, match=r"cannot read the data 'shard-3.bin' of step 7: input/output error") as caught:
         trainer.run()
     assert "\n" not in str(caught.value)
-    assert latest_checkpoint(tmp_path / "checkpoints").name == "step-00000006"
+    last = latest_checkpoint(tmp_path / "checkpoints")
+    assert last.name == "step-00000006"
+    assert f"the last good state is {last}, --resume" in str(caught.value)
     again = Trainer(toy_model(), ToyLoader(), toy_recipe(save_every=3), tmp_path)
     again.resume(latest_checkpoint(tmp_path / "checkpoints"))
     assert again.run().step == 20
@@ -273,3 +276,36 @@ def test_unreadable_data_end_the_run_in_one_line_with_its_state_kept(tmp_path):
 def test_bad_settings_are_one_line(make, words):
     with pytest.raises(UserError, match=words):
         make()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_wherever_a_run_goes_back_to_its_best_weights_are_still_there(tmp_path, seed, monkeypatch):
+    """Whatever the schedule of evaluations, checkpoints and spikes: the best that any checkpoint knows is kept."""
+    draw = random.Random(seed)
+    every = {"eval_every": draw.choice([2, 3, 5]), "save_every": draw.choice([3, 4, 10]), "keep": draw.choice([1, 2])}
+    policy = RollBack(window=8, margin=draw.choice([1, 4, 9]), most=9)
+    recipe = toy_recipe(**every, steps=40, on_spike=policy, best="loss", watch_every=None)
+    spikes = set(draw.sample(range(12, 40), 3))
+
+    class Planned(Trainer):
+        def _measure(self, batches=None):
+            return {"loss": draw.random()}
+
+        def _spike(self, loss):
+            return 99.0 if self.state.step + self.state.spikes.passed in spikes else None
+
+    trainer = Planned(toy_model(), ToyLoader(), recipe, tmp_path, held_out=lambda: [ToyLoader().batch(0)])
+    lasting = trainer._save
+
+    def saved(**options):
+        lasting(**options)
+        here = {int(path.name[5:13]) for path in checkpoints(tmp_path / "checkpoints")}
+        known = [load_checkpoint(path).manifest.run.best for path in checkpoints(tmp_path / "checkpoints")]
+        assert {best.step for best in known if best is not None} <= here
+
+    monkeypatch.setattr(trainer, "_save", saved)
+    trainer.run()
+    best, logged = trainer.state.best, list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert any(record["kind"] == "rolled_back" for record in logged)
+    kept = [record["what"] for record in logged if record["kind"] == "kept"]
+    assert kept == [] if best.step == 40 else f"that of step {best.step}" in kept[0]

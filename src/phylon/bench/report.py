@@ -1,6 +1,7 @@
 """Figures for people, files of figures, and a comparison of the two."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,10 @@ def read(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is no stored benchmark: it has no rows")
     if not all(isinstance(row, dict) and {"case", "key", "side"} <= row.keys() for row in stored["rows"]):
         raise UserError(f"{path} is no stored benchmark: a row lacks its case, key or side")
+    for row in stored["rows"]:
+        ms = row.get("ms", 1.0)
+        if isinstance(ms, bool) or not isinstance(ms, int | float) or not 0 < ms < math.inf:
+            raise UserError(f"{path} is no stored benchmark: its row {_name(row)} has the time {ms!r}")
     return stored
 
 
@@ -66,6 +71,20 @@ def compared(rows: list[Row], stored: dict[str, Any]) -> list[Row]:
         else row
         for row in rows
     ]
+
+
+def elsewhere(rows: list[Row], stored: dict[str, Any], machine: dict[str, Any]) -> str | None:
+    """A word of warning where stored figures of these rows were measured on another machine, or nobody knows where."""
+    compared_with = {_name(row) for row in rows if "change" in row}
+    for row in stored["rows"]:
+        there = row.get("machine")
+        if _name(row) in compared_with and there != machine:
+            found = there.get("processor") if isinstance(there, dict) else "an unknown machine"
+            if isinstance(there, dict) and found == machine["processor"]:
+                different = sorted(key for key in machine if there.get(key) != machine[key])
+                found = f"a machine with other {', '.join(different)}"
+            return f"stored figures are of {found}: their ratios say nothing of the code alone"
+    return None
 
 
 def _name(row: Row) -> str:

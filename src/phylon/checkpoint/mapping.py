@@ -15,7 +15,7 @@ import torch
 
 from phylon.checkpoint.files import quoted
 from phylon.checkpoint.moves import LoadPlan, Move, StoredDtypes, Unmapped
-from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Rename, Rule, Shape, Tied
+from phylon.checkpoint.rules import Checked, Computed, Constant, Copied, Drop, Other, Rename, Rule, Shape, Tied
 from phylon.checkpoint.source import DTYPES, SERIAL, TensorInfo, TensorSource
 from phylon.spec.errors import UserError
 
@@ -48,7 +48,7 @@ class Layout:
         self._every = every = list(rules)
         self.rules = [rule for rule in every if isinstance(rule, Rule)]
         self._drops = [(_regex(rule.theirs), rule) for rule in every if isinstance(rule, Drop)]
-        self._plain_drops = [regex for regex, _ in self._drops]
+        self._given_back = [regex for regex, rule in self._drops if not isinstance(rule, Other)]
         self._constants = [(_regex(rule.ours), rule) for rule in every if isinstance(rule, Constant)]
         self._computed = [rule for rule in every if isinstance(rule, Computed)]
         self._drops += [(_regex(r.theirs), Drop(r.theirs, "computed from the configuration")) for r in self._computed]
@@ -76,7 +76,7 @@ class Layout:
 
     def fit(self, names: Iterable[str]) -> tuple[float, float]:
         """Which part of ``names`` has a place here, and which part of the rules they use: both 1 for its own files."""
-        rules = [[_regex(name) for name in (rule.theirs, *rule.aliases)] for rule in self.rules]
+        rules = [[_regex(name) for name in rule.their_names] for rule in self.rules]
         every = [(name, self._prefix + name) if self._prefix else (name,) for name in names]
 
         def hits(regexes: Sequence[re.Pattern[str]], both: tuple[str, ...]) -> bool:
@@ -163,13 +163,14 @@ class Layout:
         """What a file holds and the model does not, by the name it is written under; copies, which take memory.
 
         Only what `unmap` would not make of the model itself, bit for bit: a `Copied` tensor unlike what is read, a
-        `Computed` one that is rounded otherwise, every `Checked` and every dropped one.
+        `Computed` one that is rounded otherwise, every `Checked` and every dropped one but an `Other`.
         """
         held = {name: names[0] for move, names in plan.moves for name in move.ours if names}
         dropped = {name for name, _ in plan.dropped}
         made_of_ours = {rule.theirs for rule in (*self._copies, *self._computed)}
         named = {self._written_name(name): name for name in dropped}
-        found = {name: source.read(own).clone() for name, own in named.items() if name not in made_of_ours}
+        back = {name: own for name, own in named.items() if name not in made_of_ours and self._goes_back(name)}
+        found = {name: source.read(own).clone() for name, own in back.items()}
         for rule in (*self._copies, *self._computed):
             name = named.get(rule.theirs)
             if name is None or (isinstance(rule, Copied) and rule.ours not in held):
@@ -203,7 +204,7 @@ class Layout:
         unread = unread or {}
         computed = [rule for rule in self._computed if not isinstance(rule, Checked) or rule.theirs in unread]
         made = {name for move in moves for name, _ in move.foreign}
-        dropped = [n for n in unread if n not in made and any(regex.fullmatch(n) for regex in self._plain_drops)]
+        dropped = [n for n in unread if n not in made and self._goes_back(n)]
         return Unmapped(moves, ours, computed, self._copies, stored or {}, unread, dropped)
 
     def _bind(self, ours: Mapping[str, Shape]) -> tuple[list[Move], list[tuple[str, float]]]:
@@ -265,6 +266,9 @@ class Layout:
     def _written_name(self, dropped: str) -> str:
         """The name that a dropped tensor has in a file with the prefix."""
         return dropped if any(regex.fullmatch(dropped) for regex, _ in self._drops) else self._prefix + dropped
+
+    def _goes_back(self, dropped: str) -> bool:
+        return any(regex.fullmatch(dropped) for regex in self._given_back)
 
     def _drop_reason(self, name: str, bare: bool) -> str | None:
         options = (name, self._prefix + name) if bare else (name,)

@@ -36,6 +36,11 @@ class Rule:
         """Other foreign names that may hold the same tensor."""
         return ()
 
+    @property
+    def their_names(self) -> tuple[str, ...]:
+        """The foreign names it may ask for, with their placeholders."""
+        return (self.theirs, *self.aliases)
+
     def foreign(self, theirs: str, shapes: Sequence[Shape]) -> list[tuple[str, Shape]]:
         """Names and shapes of the foreign tensors, for our ``shapes`` and a filled-in ``theirs``."""
         return [(theirs, self.their_shape(shapes))]
@@ -189,6 +194,10 @@ class Drop:
 
     theirs: str
     reason: str
+
+
+class Other(Drop):
+    """Foreign tensors of another model that the file holds too: they may be large, and stay there alone."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def bench(
     """Measure speed and memory; a side whose results are wrong has no speed."""
     from phylon.bench import all_cases, run
     from phylon.bench.machine import describe, line
-    from phylon.bench.report import check_target, compared, read, row_line, store
+    from phylon.bench.report import check_target, compared, elsewhere, read, row_line, store
     from phylon.spec.errors import UserError
 
     if name is None:
@@ -55,6 +55,9 @@ def bench(
     )
     if stored is not None:
         result["rows"] = compared(result["rows"], stored)
+        warning = elsewhere(result["rows"], stored, result["machine"])
+        if warning:
+            note(warning)
         if not as_json:
             for row in result["rows"]:
                 if "change" in row:

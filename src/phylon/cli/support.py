@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from phylon.ops.feedforward import FeedForwardCall
 from phylon.ops.linear import LinearCall
 from phylon.ops.norm import NormCall
 from phylon.ops.rotary import RotaryCall
+from phylon.ops.scan import Breaks, ConvCall, ScanCall, SSDCall, StepCall
 from phylon.ops.scores import ScoresCall
 from phylon.patterns import BigBird, Causal, Full, Global, Prefix, Records, Strided, SymmetricWindow, Window
 
@@ -79,6 +81,40 @@ def _experts(**changes: Any) -> ExpertCall:
     return ExpertCall(x=_rows(), chosen=chosen, gates=torch.ones(256, 1), weights=weights, **changes)
 
 
+def _scan(dtype: torch.dtype = torch.float32, size: int = 16, **breaks: Tensor) -> ScanCall:
+    x = torch.zeros(1, 8, 64, dtype=dtype, device=_device)
+    maps, A = x.new_zeros(1, 8, size), x.new_zeros(64, size)
+    return ScanCall(x=x, dt=x, A=A, B=maps, C=maps, D=A[:, 0], state=None, breaks=Breaks(**breaks))
+
+
+def _ssd(dtype: torch.dtype = torch.float32, **breaks: Tensor) -> SSDCall:
+    x = torch.zeros(1, 8, 4, 16, dtype=dtype, device=_device)
+    dt, maps, A = x[..., 0], x.new_zeros(1, 8, 1, 16), x.new_zeros(4)
+    return SSDCall(x=x, dt=dt, A=A, B=maps, C=maps, D=A, state=None, breaks=Breaks(**breaks))
+
+
+def _conv(dtype: torch.dtype = torch.float32, activation: str | None = "silu", **breaks: Tensor) -> ConvCall:
+    x = torch.zeros(1, 8, 64, dtype=dtype, device=_device)
+    weight = x.new_zeros(64, 4)
+    return ConvCall(x=x, weight=weight, bias=None, tail=None, activation=activation, breaks=Breaks(**breaks))
+
+
+def _step(dtype: torch.dtype = torch.float32, learns: bool = False) -> StepCall:
+    x = torch.zeros(1, 1, 64, dtype=dtype, device=_device, requires_grad=learns)
+    conv, x_proj, dt_proj, one = x.new_zeros(64, 4), x.new_zeros(36, 64), x.new_zeros(64, 4), x.new_zeros(64)
+    tail, state, A = x.new_zeros(1, 3, 64), torch.zeros(1, 64, 16, device=_device), x.new_zeros(64, 16)
+    own = {"conv_weight": conv, "conv_bias": None, "x_proj": x_proj, "dt_proj": dt_proj, "dt_bias": one, "D": one}
+    return StepCall(x=x, z=x, A_log=A, tail=tail, state=state, new_tail=tail, new_state=state, **own)  # type: ignore[arg-type]
+
+
+def _starts() -> dict[str, Tensor]:
+    """Two documents in a row, the last token padding."""
+    index = torch.arange(8, device=_device)[None]
+    return {"resets": index == 3, "real": index < 7}
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
 CALLS: dict[str, dict[str, Callable[[], Any]]] = {
     "attention": {
         "causal": lambda: _attention(),
@@ -121,6 +157,24 @@ CALLS: dict[str, dict[str, Callable[[], Any]]] = {
     "norm": {
         "float32": lambda: NormCall(x=_rows(), weight=None, eps=1e-5, centred=True),
         "float64": lambda: NormCall(x=_rows(torch.float64), weight=None, eps=1e-5, centred=True),
+    },
+    "scan": {
+        **{name: partial(_scan, dtype) for name, dtype in _DTYPES.items()},
+        "padding or packed documents": lambda: _scan(**_starts()),
+        "512 numbers of state a channel": lambda: _scan(size=512),
+    },
+    "ssd": {
+        **{name: partial(_ssd, dtype) for name, dtype in _DTYPES.items()},
+        "padding or packed documents": lambda: _ssd(**_starts()),
+    },
+    "conv": {
+        **{name: partial(_conv, dtype) for name, dtype in _DTYPES.items()},
+        "padding or packed documents": lambda: _conv(**_starts()),
+        "another activation, or none": lambda: _conv(activation="gelu"),
+    },
+    "step": {
+        **{name: partial(_step, dtype) for name, dtype in _DTYPES.items()},
+        "with gradients": lambda: _step(learns=True),
     },
     "rotary": {"float32": lambda: RotaryCall(_rows().view(4, 8, 8, 64), *[torch.zeros(1, 8, 1, 32)] * 2)},
     "scores": {

@@ -70,16 +70,22 @@ def usable(source: object, items: Iterable[A], make: Callable[[A], B]) -> Iterat
 
 def passed_over(source: object, problem: UserError) -> None:
     """Raise the problem, or say once in this process that the item it names is passed over."""
-    name: Literal["empty", "unreadable"] = "empty" if isinstance(problem, Empty) else "unreadable"
-    said = policy(source, name)
-    if said is None:
-        raise problem
-    if said == "refuse":
-        raise problem if isinstance(problem, Refused) else Refused(problem, name)
+    if policy(source, _name(problem)) != "skip":
+        raise refused(source, problem)
     message = f"passed over: {problem}"
     if message not in _named:
         _named.add(message)
         _log.warning(message)
+
+
+def refused(source: object, problem: UserError) -> UserError:
+    """The problem of an item that nobody passes over any more, with the setting that would have, if there is one."""
+    name = _name(problem)
+    return Refused(problem, name) if policy(source, name) == "refuse" and not isinstance(problem, Refused) else problem
+
+
+def _name(problem: UserError) -> Literal["empty", "unreadable"]:
+    return "empty" if isinstance(problem, Empty) else "unreadable"
 
 
 def policy(source: Any, name: Literal["empty", "unreadable"]) -> Policy | None:

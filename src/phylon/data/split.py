@@ -9,7 +9,7 @@ import numpy as np
 
 from phylon.data.documents import DataSource, Document, Record, Source, digest
 from phylon.data.passed import usable
-from phylon.data.table import value_of
+from phylon.data.table import is_plain, value_of
 from phylon.spec.errors import UserError
 
 
@@ -87,7 +87,12 @@ class RecordPart(msgspec.Struct, frozen=True, kw_only=True, tag="record_part", t
             )
 
     def _placed(self, record: Record) -> tuple[float, Record]:
-        said = json.dumps([value_of(record, field) for field in self.fields])
+        values = [value_of(record, field) for field in self.fields]
+        for field, value in zip(self.fields, values, strict=True):
+            if not is_plain(value):
+                kind = type(value).__name__
+                raise UserError(f"{record.name}: the field '{field}' is neither text nor number but {kind}")
+        said = json.dumps(values)
         return _place(said, self.seed), record
 
     def documents(self) -> Iterator[Document]:

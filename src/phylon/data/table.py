@@ -137,7 +137,7 @@ class Records(Policies, frozen=True, kw_only=True):
             )
         for index, fields in enumerate(self.rows):
             for name, value in fields.items():
-                if not _is_plain(value):
+                if not is_plain(value):
                     kinds = "text, a number, true or false, or a list or table of these"
                     raise UserError(f"record:{index}: the field '{name}' must be {kinds}, got {value!r}")
 
@@ -149,10 +149,10 @@ class Records(Policies, frozen=True, kw_only=True):
         return digest("records", self.rows, self.repeat, self.empty, self.unreadable)
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Whether JSON can hold it."""
     if isinstance(value, list | tuple | dict):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+        return all(map(is_plain, value.values() if isinstance(value, dict) else value))
     return value is None or isinstance(value, str | int | float)
 
 

@@ -7,7 +7,7 @@ released checkpoints. A stack shares one table of biases, which files keep in it
 from functools import partial
 from typing import Any
 
-from phylon.checkpoint import Drop, Layout, Rename, Rule, Tied
+from phylon.checkpoint import Drop, Layout, Other, Rename, Rule, Tied
 from phylon.families.base import Config, Family, HFFormat, register_family
 from phylon.families.decoder import ACTIVATIONS, drop_of, embed_of, hf_activation, op_of, part
 from phylon.families.seq2seq import EMBEDDING, TIED_HEAD, TIED_TARGET, lm_of, stacks_of
@@ -216,13 +216,12 @@ def hf_layout(spec: ModelSpec) -> Layout:
         *stack_rules("encoder", ("attn", "ffn"), gated),
         *stack_rules("decoder", ("attn", "cross_attn", "ffn"), gated),
         Rename("lm_head.weight", "heads.lm.proj.weight"),
-        Drop(
-            "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
-            "an unused table of the first release",
-        ),
     ]
-    if spec.decoder is None:
-        rules += [Drop(name, "the encoder is asked for alone") for name in ("decoder.block.*", "decoder.final*")]
+    if spec.decoder is not None:
+        unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+        rules.append(Drop(unused, "an unused table of the first release"))
+    else:
+        rules += [Other(name, "the encoder is asked for alone") for name in ("decoder.block.*", "decoder.final*")]
     return Layout(rules)
 
 

@@ -220,6 +220,10 @@ class _Tokens(Rule):
     ours: str
     names: tuple[str, ...]
 
+    @property
+    def their_names(self) -> tuple[str, ...]:
+        return self.names
+
     def foreign(self, theirs: str, shapes: Sequence[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
         assert shapes[0][0] == len(self.names), f"{self.ours} has {shapes[0][0]} tokens"
         return [(name, (1, 1, shapes[0][1])) for name in self.names]

@@ -1,7 +1,7 @@
 """What a fine-tuned encoder says of a text: a number, the class of every word, where a question is answered in it."""
 
-from collections.abc import Sequence
-from typing import Literal, NotRequired, TypedDict
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -9,12 +9,32 @@ from torch import Tensor
 from phylon.generate.encode import check_lengths, has_types, joined, padded
 from phylon.layers.heads.classify import Classify, Span
 from phylon.model import Model
-from phylon.spec.base import Head
-from phylon.spec.errors import UserError
+from phylon.spec import from_data, to_data
+from phylon.spec.base import Head, Spec
+from phylon.spec.errors import UserError, check_size
 from phylon.text import Tokenizer
 from phylon.text.tokenizer import Joint
 
-MOST_ANSWER = 30  # tokens, as in BERT's released code
+_OF_TASKS, _ANSWERING = "task_specific_params", "phylon_answers"  # where a config.json keeps it
+
+
+class Answering(Spec, frozen=True, kw_only=True):
+    """How answers are read, as a model has been taught; the defaults are those of BERT's released code.
+
+    ``max_answer`` tokens at most; a context that does not fit into rows of ``max_tokens`` (the model's own limit, where
+    none is given) is read in windows that move by ``stride`` tokens; with a ``threshold`` there is no answer unless it
+    beats column 0 of its window by that much.
+    """
+
+    max_answer: int = 30
+    stride: int = 128
+    threshold: float | None = None
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_answer", "stride", "max_tokens"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
 
 
 class Rated(TypedDict):
@@ -40,7 +60,10 @@ class Labelled(TypedDict):
 
 
 class Answer(TypedDict):
-    """The likeliest span of the context, and by how much it beats that there is no answer (column 0)."""
+    """The likeliest span of the context, and by how much it beats that there is no answer (column 0).
+
+    The answer is empty where that is no more than the threshold the model was taught with.
+    """
 
     question: str
     context: str
@@ -98,14 +121,61 @@ def label_words(model: Model, texts: Sequence[str]) -> list[Labelled]:
 
 @torch.inference_mode()
 def answer(model: Model, question: str, context: str) -> Answer:
-    """Where the context answers the question, of a model trained with ``answers``; both must fit into one row."""
+    """Where the context answers the question, of a model trained with ``answers``, as its evaluation has read it."""
     head, tokenizer = _head(model, "answers")
-    joint = tokenizer.encode_joint(question, context)
+    joint, how = tokenizer.encode_joint(question, context), answering(model)
     if not any(text == 1 for text in joint.texts):
         raise UserError("the context is empty: it has no tokens")
-    spans = torch.tensor([span if text == 1 else (-1, -1) for text, span in zip(joint.texts, joint.spans, strict=True)])
-    margin, first, last = best_span(_scores(model, head, [joint])[0], spans, MOST_ANSWER)
-    return Answer(question=question, context=context, answer=context[first:last], score=margin)
+    limits = [most for most in (how.max_tokens, model.spec.max_seq_len) if most is not None]
+    rows = list(windows(joint, min(limits, default=len(joint.ids)), how.stride))
+    if not rows:
+        raise UserError(f"the question alone fills a row of {min(limits)} tokens; make it shorter")
+    found = [
+        best_span(scores, torch.tensor(context_spans(row)), how.max_answer)
+        for row, scores in zip(rows, _scores(model, head, rows), strict=True)
+    ]
+    margin, first, last = max(found, key=lambda span: span[0])
+    said = context[first:last] if how.threshold is None or margin > how.threshold else ""
+    return Answer(question=question, context=context, answer=said, score=margin)
+
+
+def windows(joint: Joint, most: int, stride: int) -> Iterator[Joint]:
+    """A question with its context in rows of at most ``most`` tokens: windows of the context that move by ``stride``
+    tokens, or by their own length where that is less; none where the question leaves no room."""
+    places = [place for place, text in enumerate(joint.texts) if text == 1]
+    room = most - len(joint.ids) + len(places)
+    if room < 1 or not places:
+        return
+    first, last = places[0], places[-1] + 1
+    for at in range(first, last, min(stride, room)):
+        end = min(at + room, last)
+        yield joint.keep([*range(first), *range(at, end), *range(last, len(joint.ids))])
+        if end == last:
+            return
+
+
+def context_spans(joint: Joint) -> list[tuple[int, int]]:
+    """The characters of the context that each token is; (-1, -1) for what is no context."""
+    return [span if text == 1 else (-1, -1) for text, span in zip(joint.texts, joint.spans, strict=True)]
+
+
+def answering(model: Model) -> Answering:
+    """How the model has been taught to answer, from what ``remember_answering`` has left."""
+    given = _of_tasks(model).get(_ANSWERING, {})
+    try:
+        return from_data(Answering, given)
+    except UserError as error:
+        raise UserError(f"'{_OF_TASKS}' of this model's configuration cannot be read: {error}") from None
+
+
+def remember_answering(model: Model, how: Answering) -> None:
+    """Leave with the model how answers are to be read: in ``task_specific_params`` of its configuration."""
+    model.kept = model.kept | {_OF_TASKS: _of_tasks(model) | {_ANSWERING: to_data(how)}}
+
+
+def _of_tasks(model: Model) -> dict[str, Any]:
+    found = model.kept.get(_OF_TASKS)
+    return found if isinstance(found, dict) else {}
 
 
 def best_span(scores: Tensor, spans: Tensor, most: int) -> tuple[float, int, int]:

@@ -65,7 +65,7 @@ def load(
     if dtype is not None:
         model.unread = {k: t.to(model.dtype) if t.is_floating_point() else t for k, t in model.unread.items()}
     if found.format == "gguf":
-        model.tokenizer, model.generation = _gguf_vocabulary(source)
+        model.tokenizer, model.generation = _gguf_vocabulary(found.path, source)
     return model.eval()
 
 
@@ -74,7 +74,7 @@ def load_tokenizer_of(path_or_name: str | Path) -> Tokenizer | None:
     found = describe(path_or_name)
     if found.format == "gguf":
         assert found.source is not None
-        return _gguf_vocabulary(found.source)[0]
+        return _gguf_vocabulary(found.path, found.source)[0]
     return _tokenizer(found.path)
 
 
@@ -174,8 +174,9 @@ def _case_layouts() -> dict[str, list[Layout]]:
     for family in families():
         if family.hf is not None:
             cases = family.cases()
-            layouts = [family.hf.layout(case) for case in (*cases, *map(_without_heads, cases))]
-            made[family.name] = list({tuple((r.theirs, r.aliases) for r in x.rules): x for x in layouts}.values())
+            alone = [family.hf.layout(_without_heads(case)).without_heads(lambda name: name) for case in cases]
+            layouts = [family.hf.layout(case) for case in cases] + alone
+            made[family.name] = list({tuple(r.their_names for r in x.rules): x for x in layouts}.values())
     return made
 
 
@@ -202,10 +203,11 @@ def _exact_dtype(plan: LoadPlan, model: Model, source: TensorSource) -> torch.dt
     return reduce(torch.promote_types, dtypes) if dtypes else torch.float32
 
 
-def _gguf_vocabulary(source: TensorSource) -> tuple[Tokenizer | None, GenerationDefaults]:
+def _gguf_vocabulary(path: Path, source: TensorSource) -> tuple[Tokenizer | None, GenerationDefaults]:
     if "tokenizer.ggml.model" not in source.metadata:
         return None, GenerationDefaults()
-    made = tokenizer_from_gguf(source.metadata)
+    with named(str(path)):
+        made = tokenizer_from_gguf(source.metadata)
     return made, GenerationDefaults(bos_id=made.bos_id, eos_ids=made.eos_ids, pad_id=made.pad_id)
 
 

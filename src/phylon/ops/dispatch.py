@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
+
 from phylon.spec.errors import UserError, did_you_mean
 
 C = TypeVar("C", contravariant=True)
@@ -59,21 +61,21 @@ class Dispatch(Generic[C]):
         name = name or self.forced
         if name is not None:
             backend = self._named(name)
-            reason = backend.available() or backend.supports(call)
+            reason = self._refusal(name, call)
             if reason:
                 raise UserError(f"{self.op} backend '{name}' cannot run this call: {reason}")
             return backend
         first = None if self.first is None else self.first(call)
         if first is not None and not self._refusal(first, call):
             return self.backends[first]
-        for backend in self.backends.values():
-            if backend.available() is None and backend.supports(call) is None:
+        for name, backend in self.backends.items():
+            if self._refusal(name, call) is None:
                 return backend
         raise AssertionError(f"no backend of {self.op} supports the call, not even the reference")
 
     def explain(self, call: C) -> list[Reason]:
         """Every backend with the reason why it would not run ``call``."""
-        reasons = {name: b.available() or b.supports(call) for name, b in self.backends.items()}
+        reasons = {name: self._refusal(name, call) for name in self.backends}
         chosen = self.forced or self.pick(call).name
         return [
             Reason(name, name == chosen and reason is None, reason, note_of(self.backends[name]))
@@ -92,6 +94,8 @@ class Dispatch(Generic[C]):
 
     def _refusal(self, name: str, call: C) -> str | None:
         backend = self.backends[name]
+        if name != "reference" and torch._C._are_functorch_transforms_active():
+            return "torch.func looks into the reference alone"
         return backend.available() or backend.supports(call)
 
     def _named(self, name: str) -> Backend[C]:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phylon.ops.backward import as_forward
+
 
 def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """``weight[ids]`` (..., D) of ids (...) below V, and ``weight`` (V, D) for a tied head.
@@ -32,6 +34,7 @@ class _Table(torch.autograd.Function):
         return F.embedding(ids, weight), weight.view_as(weight)
 
     @staticmethod
+    @as_forward
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, Tensor | None]:  # type: ignore[bad-override]
         (ids,), (of_rows, of_table) = ctx.saved_tensors, grad_outputs
         if of_rows is None:

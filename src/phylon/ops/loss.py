@@ -1,10 +1,13 @@
 """Linear map and cross-entropy in one, in chunks: the ``tokens x vocabulary`` logits never exist in training."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
+from phylon.ops.checks import check_floats, may_ask
 from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.scores import ScoresCall, dispatch
 from phylon.spec.errors import UserError
@@ -69,7 +72,9 @@ def cross_entropy(
     With ``weights`` (...) the sum is of ``weight * cross-entropy`` and the count that of the weights. ``z_loss`` as for
     ``Targets``.
     """
-    _check_ids(targets, logits.shape[:-1], logits.shape[-1])
+    found = Targets.of(Targets(targets, weights, label_smoothing, z_loss))
+    check_floats("cross-entropy", logits=logits)
+    _check_ids(found.ids, logits.shape[:-1], logits.shape[-1] if logits.ndim else 0)
     logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
     targets = targets.flatten().long()
     log_z = torch.logsumexp(logits, dim=-1, keepdim=True)
@@ -105,6 +110,8 @@ def linear_cross_entropy(
     beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32.
     """
     _check(hidden, weight, bias, Targets.of(Targets(targets, weights, label_smoothing, z_loss)))
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise UserError(f"softcap must be above 0 and finite, got {softcap}")
     dtype = compute_dtype(hidden)
     hidden, targets = hidden.flatten(0, -2).to(dtype), targets.flatten().long()
     weights = None if weights is None else weights.flatten()
@@ -115,7 +122,12 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
-    if weight.shape[1:] != hidden.shape[-1:] or (bias is not None and bias.shape != weight.shape[:1]):
+    check_floats("cross-entropy", hidden=hidden, weight=weight, bias=bias)
+    if (
+        weight.ndim != 2
+        or weight.shape[1:] != hidden.shape[-1:]
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
         shapes = " and ".join(str(tuple(x.shape)) for x in (weight, bias) if x is not None)
         raise UserError(f"weights {shapes} do not fit hidden states of width {hidden.shape[-1]}")
     _check_ids(targets.ids, hidden.shape[:-1], len(weight))
@@ -123,11 +135,13 @@ def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets
 
 def _check_ids(ids: Tensor, tokens: torch.Size, n: int) -> None:
     """Kernels write where a target points."""
+    if n == 0:
+        raise UserError("cross-entropy needs a vocabulary of at least one")
     if ids.shape != tokens:
         raise UserError(f"targets are {tuple(ids.shape)}, tokens {tuple(tokens)}; they must agree")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise UserError(f"targets must be int64, got {ids.dtype}")
-    if ids.device.type == "cpu":  # on a GPU asking would cost a synchronisation
+    if may_ask(ids):
         wrong = ids[((ids < 0) & (ids != IGNORE)) | (ids >= n)]
         if len(wrong):
             raise UserError(f"target id {int(wrong[0])} is out of range: the head has {n}, and {IGNORE} is ignored")
@@ -163,7 +177,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total, count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("linear_cross_entropy", "use cross_entropy of the logits")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         grads, ctx.grads = ctx.grads, None
         if grads is None:  # a second backward pass through a graph that was kept

@@ -35,9 +35,9 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
-def as_given(x: Tensor) -> AbstractContextManager[object]:
+def as_given(x: Tensor | None) -> AbstractContextManager[object]:
     """Without autocast, which would round the factors of a product that are wide on purpose."""
-    device = x.device.type
+    device = "cpu" if x is None else x.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)

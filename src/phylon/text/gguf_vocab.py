@@ -126,6 +126,9 @@ def _from_gpt2(tokens: list[str], data: dict[str, Any]) -> tokenizers.Tokenizer:
             f"tokenizer.ggml.pre '{name}' is not known{did_you_mean(str(name), PRE_TOKENIZERS)}; {known} are"
         )
     merges = [tuple(merge.split(" ")) for merge in data.get("merges", ())]
+    wrong = next((merge for merge in merges if len(merge) != 2), None)
+    if wrong is not None:
+        raise UserError(f"GGUF vocabulary: a merge is two tokens with a space in between, got {' '.join(wrong)!r:.80}")
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         backend = tokenizers.Tokenizer(

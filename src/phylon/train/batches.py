@@ -13,7 +13,7 @@ def hash_of(batches: Iterable[Batch]) -> str:
     found = 0
     for batch in batches:
         for name in sorted(batch):
-            tensor = batch[name].contiguous()
+            tensor = batch[name].cpu().contiguous()
             found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
             found = zlib.crc32(memoryview(tensor.view(-1).view(torch.uint8).numpy()), found)  # pyrefly: ignore[bad-argument-type]
     return f"{found:08x}"

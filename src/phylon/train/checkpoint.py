@@ -67,8 +67,9 @@ class RunState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``state.json``: the run's state and what its continuation depends on.
 
-    ``held_out``: a hash of the held-out examples. ``looks``: whether the evaluation and the samples that are due at
-    this step come after the checkpoint. ``checksums`` are those of the files beside it, ``seal`` is its own.
+    ``held_out``: a hash of the held-out examples; ``inputs``: hashes of what else the run reads. ``looks``: whether
+    the evaluation and the samples that are due at this step come after the checkpoint. ``checksums`` are those of the
+    files beside it, ``seal`` is its own.
     """
 
     format: int = FORMAT
@@ -81,6 +82,7 @@ class Manifest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     numpy_random: list[Any]
     others_random: list[tuple[list[Any], list[Any]]] = []
     held_out: str = ""
+    inputs: dict[str, str] = {}
     looks: bool = True
     checksums: dict[str, str] = {}
     seal: str = UNSEALED
@@ -139,8 +141,8 @@ def save_checkpoint(
     """Write a checkpoint below ``folder`` (``checkpoints/``), point ``latest`` at it, and prune.
 
     The newest ``keep`` stay, and always the newest good one: written when no step had just been skipped, at least
-    ``margin`` steps before this one; the best one; and the newest ``average`` of every ``every``-th step. Those of
-    later steps, which a roll-back has given up, go.
+    ``margin`` steps before this one; the newest ``average`` of every ``every``-th step; and the best one by this and by
+    each that stays, so that a run may go back to any of them. Those of later steps, which a roll-back has given up, go.
 
     Raises UserError where it cannot be written; the checkpoints that exist are then untouched.
     """
@@ -168,7 +170,7 @@ def save_checkpoint(
         _sync_folder(folder)
         _point_at(folder, target.name)
         mean = scheduled(folder, every, run.step)[-average:] if average else []
-        _prune(folder, target, keep, margin, run.best, mean)
+        _prune(folder, target, keep, margin, mean)
     except (OSError, UserError) as error:
         last = latest_checkpoint(folder)
         safe = "there is none yet" if last is None else f"the last good one is {last}"
@@ -185,6 +187,12 @@ def latest_checkpoint(folder: Path) -> Path | None:
     except (UserError, UnicodeDecodeError):
         named = None
     return named if named in found else found[-1] if found else None
+
+
+def last_state(folder: Path) -> str:
+    """What to say of where a run that ends early can go on."""
+    last = latest_checkpoint(folder)
+    return "there is no checkpoint yet" if last is None else f"the last good state is {last}"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -224,6 +232,15 @@ def _is_good(path: Path) -> bool:
         return _manifest(path).run.skipped_in_row == 0
     except UserError:
         return False
+
+
+def _best_step(path: Path) -> int | None:
+    """The step of the best evaluation before a checkpoint was written."""
+    try:
+        best = _manifest(path).run.best
+    except UserError:
+        return None
+    return None if best is None else best.step
 
 
 def amend_checkpoint(path: Path, best: Best | None) -> None:
@@ -340,14 +357,15 @@ def _point_at(folder: Path, name: str) -> None:
     _sync_folder(folder)
 
 
-def _prune(folder: Path, new: Path, keep: int, margin: int, best: Best | None, mean: list[Path]) -> None:
+def _prune(folder: Path, new: Path, keep: int, margin: int, mean: list[Path]) -> None:
     """Remove what need not be kept, and what a killed process left half-written. ``mean``: what is to be averaged."""
     found = checkpoints(folder)
     later = [path for path in found if step_of(path) > step_of(new)]
     rest = [path for path in found if path not in later]
     good = last_good(folder, step_of(new) - margin)
-    kept = -1 if best is None else best.step
-    old = [path for path in rest[:-keep] if path != good and step_of(path) != kept and path not in mean]
+    kept = [path for path in rest if path == good or path in mean or path in rest[-keep:]]
+    best = {_best_step(path) for path in kept}
+    old = [path for path in rest if path not in kept and step_of(path) not in best]
     for path in [*later, *old, *folder.glob(".writing-*"), *folder.glob(".replaced-*")]:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -92,8 +92,11 @@ class Looks(Session):
         assert self.held_out is not None
         batches = self.held_out() if batches is None else batches
         model = self.whole_model() if self.objective.decodes() else self.model
-        with random_state_kept(), torch.no_grad(), evaluating(model), self.gradients.autocast():
-            return self.objective.evaluate(model, map(self.gradients.on_device, batches))
+        try:
+            with random_state_kept(), torch.no_grad(), evaluating(model), self.gradients.autocast():
+                return self.objective.evaluate(model, map(self.gradients.on_device, batches))
+        finally:
+            self.parallel.reshard()
 
     def _sample(self) -> None:
         """Texts of the model as it is now. They are only looked at, so a failure is said and the run goes on."""

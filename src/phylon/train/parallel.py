@@ -95,6 +95,11 @@ class Parallel:
             self.model.set_requires_gradient_sync(exchange)  # type: ignore[operator]
         yield
 
+    def reshard(self) -> None:
+        """Give up what a forward pass without a backward one leaves gathered (the root): the shards may change now."""
+        if self.kind == "fsdp":
+            self.model.reshard()  # type: ignore[operator]
+
     def take_gradients(self) -> None:
         """Hand the shards' gradients to the local parameters."""
         for name, p in self._shards.items():

@@ -181,6 +181,7 @@ def _model(
         model.tokenizer = tokenizer
     if not resume:
         recipe.objective.begin(model)
+    recipe.objective.remember(model, recipe)
     apply_tune(model, recipe.tune)
     return model
 

@@ -8,8 +8,7 @@ from phylon import hub
 from phylon.hub.labels import kept_labels
 from phylon.hub.load import stored_tensors
 from phylon.model import Model, ModelSpec, build
-from phylon.model.passes import add_lora, freeze, train_only
-from phylon.model.passes.select import matching
+from phylon.model.passes import add_lora, freeze, parameters_matching, train_only
 from phylon.spec import from_data, override
 from phylon.spec.base import Head
 from phylon.spec.errors import UserError, did_you_mean
@@ -82,8 +81,7 @@ def apply_tune(model: Model, tune: TuneRecipe) -> None:
     """Freeze, or add adapters, as the recipe says."""
     if tune.lora is not None:
         add_lora(model, tune.lora)
-        names = matching((name for name, _ in model.named_parameters()), tune.train, "parameter")
-        for name in names:
+        for name in parameters_matching(model, tune.train):
             model.get_parameter(name).requires_grad_()
     elif tune.train:
         train_only(model, tune.train)
@@ -96,9 +94,8 @@ def check_tune(shape: Model, tune: TuneRecipe) -> None:
     """Refuse globs that name nothing, on a model without memory."""
     if tune.lora is not None:
         add_lora(shape, tune.lora)
-    names = [name for name, _ in shape.named_parameters()]
-    matching(names, tune.train, "parameter")
-    matching(names, tune.freeze, "parameter")
+    parameters_matching(shape, tune.train)
+    parameters_matching(shape, tune.freeze)
 
 
 def _head(name: str, data: Any) -> Head:

@@ -87,7 +87,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def _subtitle(recipe: Recipe, n_params: int) -> str:
-    model = recipe.model.get("preset") or recipe.model.get("family") or "model"
+    model = recipe.model.get("preset") or recipe.model.get("family") or recipe.model.get("from", "model")
     source = recipe.data.source
     named = getattr(source, "path", "the recipe's own text" if isinstance(source, Texts) else kind_of(source))
     return f"{model}, {n_params:,} parameters, trained on {named}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from phylon.data import Batches
+from phylon.data.documents import digest
 from phylon.model import Model
 from phylon.model import build as build_model
 from phylon.model.passes import add_lora, compile_blocks, recompute_blocks
@@ -121,6 +122,7 @@ class Session:
         self._looks = False  # whether those of this step are still to come
         self._before_looks = (-1, 0)  # a step, and how long the log was before its evaluation and samples
         self._held_out_hash: str | None = None
+        self._input_hashes: dict[str, str] | None = None
         self._trained, self._flops, self._watched = trained_share(parameters), 0.0, 0.0
         self._base, self._start = 0.0, time.perf_counter()
         try:
@@ -140,6 +142,7 @@ class Session:
         changed += self._data_changes(manifest, allow_changes)
         self._check_fit(found, allow_changes)
         changed += self._held_out_changes(manifest, allow_changes)
+        changed += self._input_changes(manifest, allow_changes)
         self._restore(found)
         self._saved, self._looks = checkpoint, manifest.looks
         if self.budget is None:
@@ -187,6 +190,7 @@ class Session:
             data=self.loader.state_dict(),
             metrics_bytes=before if looks and looked == state.step else logged,
             held_out=self._held_out(),
+            inputs=self._inputs(),
             looks=looks,
             python_random=random.python,
             numpy_random=random.numpy,
@@ -262,6 +266,23 @@ class Session:
         if not allow_changes:
             raise OtherData("the held-out data are not those of this run, so its evaluations could not be compared")
         return ["the held-out data have changed"]
+
+    def _inputs(self) -> dict[str, str]:
+        """Hashes of what the run reads beside its data, by name. Of ``model.from`` all but the weights, which are in
+        the checkpoint."""
+        if self._input_hashes is None:
+            model, start = self.model, self.recipe.model.get("from")
+            begun = {} if start is None else {f"the model '{start}'": digest(to_data(model.spec), model.kept)}
+            self._input_hashes = self.world.from_first(lambda: begun | self.objective.inputs(str(self.device)))
+        return self._input_hashes
+
+    def _input_changes(self, manifest: Manifest, allow_changes: bool) -> list[str]:
+        """What to say of inputs that are not those of the checkpoint."""
+        now = self._inputs()
+        changed = [name for name, found in manifest.inputs.items() if now.get(name, found) != found]
+        if changed and not allow_changes:
+            raise OtherData(f"{changed[0]} is not the one of this run")
+        return [f"{name} has changed" for name in changed]
 
     def _restore(self, found: Checkpoint) -> None:
         """Weights, moments, mean, random states, data position and counters of a checkpoint."""

@@ -16,14 +16,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """Set by the first signal; ``number`` says which. A second one interrupts at once, as without us."""
+    """Set by the first signal; ``number`` says which. A second Ctrl-C interrupts at once, as without us.
+
+    SIGTERM may well come twice: a scheduler sends it to all processes, and their launcher passes its own on.
+    """
 
     number: int | None = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        if self.number is not None:
+        if self.number is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.number = number
+        self.number = self.number or number
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from phylon.train.ceiling import ceiling_flops
 from phylon.train.checkpoint import (
     RunState,
     last_good,
-    latest_checkpoint,
+    last_state,
     load_checkpoint,
 )
 from phylon.train.gradients import Found
@@ -45,6 +45,7 @@ class Trainer(Looks):
         if state.skipped_in_row >= MAX_SKIPPED_IN_ROW:  # what ended it then may have been mended
             state.skipped_in_row = 0
         self._held_out()  # read now, so that saving depends on no data
+        self._inputs()
         self._base, self._start = state.seconds, time.perf_counter()
         # The kernels of this run: one that is made while it goes would move its bits.
         native.limit(native.names())
@@ -62,8 +63,7 @@ class Trainer(Looks):
         except RuntimeError as error:
             if self.world.size == 1 or not lost_peer(error):
                 raise
-            last = latest_checkpoint(self.checkpoints)
-            kept = "there is no checkpoint yet" if last is None else f"the last good state is {last}"
+            kept = last_state(self.checkpoints)
             raise PeerLost(f"another process of this run is gone: {kept}; start all again with --resume") from None
         finally:
             for callback in self.callbacks:
@@ -149,11 +149,12 @@ class Trainer(Looks):
     def _read(self, number: int) -> Batch:
         try:
             batch = self.loader.batch(number)
-        except OSError as error:
-            named = f" '{error.filename}'" if error.filename else ""
+        except (OSError, UserError) as error:
+            named = f" '{error.filename}'" if isinstance(error, OSError) and error.filename else ""
+            reason = system_reason(error) if isinstance(error, OSError) else str(error)
             raise UserError(
-                f"cannot read the data{named} of step {self.state.step}: {system_reason(error)}; "
-                f"the last good state is in {self.checkpoints}, --resume goes on from it"
+                f"cannot read the data{named} of step {self.state.step}: {reason}; {last_state(self.checkpoints)}, "
+                "--resume goes on once they can be read"
             ) from None
         return batch
 

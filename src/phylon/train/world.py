@@ -10,10 +10,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from phylon.spec.errors import UserError
 
 T = TypeVar("T")
+MEETING = timedelta(minutes=5)  # how much later than another a process may begin
 # How the back ends say that a peer has died.
 _LOST = ("connection closed by peer", "connection reset", "broken pipe", "timed out", "nccl", "gloo", "socket")
 
@@ -109,8 +111,21 @@ def join_world(device: str) -> tuple[World, str]:
     if rank:
         logging.getLogger("phylon.data").setLevel(logging.ERROR)  # the first one names what is passed over
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", store=_met(size), rank=rank, world_size=size)
     return World(rank, size, local), device
+
+
+def _met(size: int) -> dist.Store:
+    """The store by which the processes know of each other, once all of them are there."""
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
+    except RuntimeError:
+        raise UserError(
+            f"the {size} processes of this run have not met within {MEETING.total_seconds():.0f} seconds: start all of "
+            "them, with one MASTER_ADDR and MASTER_PORT"
+        ) from None
+    store.set_timeout(default_pg_timeout)
+    return store
 
 
 def leave_world(world: World) -> None:

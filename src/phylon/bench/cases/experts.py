@@ -7,14 +7,16 @@ from importlib import import_module
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phylon.bench.case import Cell, Key, Planned, case
+from phylon.bench.oracle import off
 from phylon.layers.ffn.mlp import GLU
 from phylon.layers.ffn.moe import MoE
 from phylon.layers.ffn.routers import RenormalisedRouter
-from phylon.model import ModelSpec, build
+from phylon.model import Model, ModelSpec, build
 from phylon.ops.experts import dispatch
+from phylon.ops.native import ready
 from phylon.spec.override import override
 
 WIDTH, BLOCKS, HEADS, VOCAB, ROWS, LENGTH = 256, 4, 4, 4096, 8, 256
@@ -50,43 +52,55 @@ def _cell(bf16: bool, peers: frozenset[str]) -> Cell:
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCAB, (ROWS, LENGTH), generator=made)
     targets = torch.roll(ids, -1, 1)
-    sides = {
-        "dense": _step(build(dense_spec()).train(), ids, targets, bf16),
-        "experts": _step(build(sparse_spec()).train(), ids, targets, bf16),
-        "experts-reference": _step(build(sparse_spec()).train(), ids, targets, bf16, "reference"),
+    sides: dict[str, Callable[[], Tensor]] = {
+        "dense": _Steps(build(dense_spec()).train(), ids, targets, bf16),
+        "experts": _Steps(build(sparse_spec()).train(), ids, targets, bf16),
+        "experts-reference": _Steps(build(sparse_spec()).train(), ids, targets, bf16, "reference"),
     }
     if "transformers" in peers:
         sides["transformers"] = _mixtral(ids, bf16)
 
     def oracle(side: str, loss: Tensor) -> str | None:
-        return None if 0 < float(loss) < 9 else f"its loss is {float(loss):.3g}"
+        """After the first step: loss, moments (they are the gradients) and weights against PyTorch's operations."""
+        if side == "transformers":  # it has weights of its own
+            return None if 0 < float(loss) < 9 else f"its loss is {float(loss):.3g}"
+        ours = sides[side]
+        assert isinstance(ours, _Steps)
+        with ready.without():
+            exact = _Steps(build(ours.model.spec).train(), ids, targets, bf16, "reference")
+            start = {name: p.detach().clone() for name, p in exact.model.named_parameters()}
+            expected = exact()
+        wrong = off(["the loss"], [loss], [expected], 1e-2 if bf16 else 1e-4)
+        for name, before in start.items():
+            moments = ([steps.optimizer.state[name]["exp_avg"]] for steps in (ours, exact))
+            updates = ([dict(steps.model.named_parameters())[name] - before] for steps in (ours, exact))
+            wrong = wrong or off([f"the gradient of {name}"], *moments, 0.3 if bf16 else 1e-2)
+            # The first update is nearly a sign, which a gradient near zero may lose.
+            wrong = wrong or off([f"the update of {name}"], *updates, 0.7 if bf16 else 0.2)
+        return wrong
 
     return Cell(sides=sides, oracle=oracle, amounts={"tokens": ids.numel()})
 
 
-def _step(
-    model: nn.Module,
-    ids: Tensor,
-    targets: Tensor,
-    bf16: bool,
-    backend: str | None = None,
-) -> Callable[[], Tensor]:
-    from phylon.train.optim import AdamW, AdamWOptimizer
+class _Steps:
+    """A model in training; a call is a step, and gives its loss."""
 
-    optimizer = AdamWOptimizer(AdamW(lr=3e-4), model.named_parameters())
+    def __init__(self, model: Model, ids: Tensor, targets: Tensor, bf16: bool, backend: str | None = None) -> None:
+        from phylon.train.optim import AdamW, AdamWOptimizer
 
-    def step() -> Tensor:
-        with contextlib.nullcontext() if backend is None else dispatch.force(backend):
-            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                loss = next(iter(model(ids, targets=targets, logits="none").losses.values()))
+        self.model, self.ids, self.targets, self.bf16, self.backend = model, ids, targets, bf16, backend
+        self.optimizer = AdamWOptimizer(AdamW(lr=3e-4), model.named_parameters())
+
+    def __call__(self) -> Tensor:
+        with contextlib.nullcontext() if self.backend is None else dispatch.force(self.backend):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
+                loss = next(iter(self.model(self.ids, targets=self.targets, logits="none").losses.values()))
             loss.sum.backward()
-        optimizer.collect()
+        self.optimizer.collect()
         count = float(loss.count)
-        optimizer.norm(count)
-        optimizer.step(3e-4, 1 / count)
+        self.optimizer.norm(count)
+        self.optimizer.step(3e-4, 1 / count)
         return loss.sum.detach() / count
-
-    return step
 
 
 def _mixtral(ids: Tensor, bf16: bool) -> Callable[[], Tensor]:

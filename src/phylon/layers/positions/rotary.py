@@ -139,7 +139,7 @@ class FrequencyFactors(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
 def _check_factor(factor: float, original_max_seq_len: int = 1) -> None:
     if not 0 < factor < math.inf:
-        raise UserError(f"the scaling factor must be a number above 0, got {factor}")
+        raise UserError(f"the scaling factor must be above 0, got {factor}")
     if original_max_seq_len < 1:
         raise UserError(f"original_max_seq_len must be at least 1, got {original_max_seq_len}")
 

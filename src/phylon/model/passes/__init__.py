@@ -4,7 +4,7 @@ A pass changes a model in place and keeps every parameter's canonical name, so t
 """
 
 from phylon.model.passes.compile import compile_blocks
-from phylon.model.passes.freeze import freeze, train_only
+from phylon.model.passes.freeze import freeze, parameters_matching, train_only
 from phylon.model.passes.lora import Lora, add_lora, lora_tensors, merge_lora
 from phylon.model.passes.recompute import recompute_blocks
 
@@ -15,6 +15,7 @@ __all__ = [
     "freeze",
     "lora_tensors",
     "merge_lora",
+    "parameters_matching",
     "recompute_blocks",
     "train_only",
 ]

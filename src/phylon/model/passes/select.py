@@ -17,11 +17,12 @@ def matching(names: Iterable[str], globs: Sequence[str], what: str) -> list[str]
     """
     names = list(names)
     for glob in globs:
-        if not any(_matches(name, glob) for name in names):
+        if not any(matches(name, glob) for name in names):
             known = {re.sub(r"\.\d+\.", ".*.", name) for name in names} if "*" in glob else names
             raise UserError(f"no {what} of this model matches '{glob}'{did_you_mean(glob, known)}")
-    return [name for name in names if any(_matches(name, glob) for glob in globs)]
+    return [name for name in names if any(matches(name, glob) for glob in globs)]
 
 
-def _matches(name: str, glob: str) -> bool:
+def matches(name: str, glob: str) -> bool:
+    """Whether a glob names ``name`` or something that it is below."""
     return fnmatchcase(name, glob) or fnmatchcase(name, f"{glob}.*")

@@ -35,6 +35,10 @@ class AlibiBias:
         """The bias of some of the heads."""
         return AlibiBias(self.slopes[part])
 
+    def spread(self, n: int) -> "AlibiBias":
+        """The bias of one head for each of ``n``."""
+        return AlibiBias(_wide(self.slopes).expand(n))
+
 
 @dataclass(frozen=True)
 class BucketBias:
@@ -72,6 +76,10 @@ class BucketBias:
         """The bias of some of the heads."""
         return BucketBias(self.table[:, part], self.max_distance, self.both_sides)
 
+    def spread(self, n: int) -> "BucketBias":
+        """The bias of one head for each of ``n``."""
+        return BucketBias(_wide(self.table).expand(-1, n), self.max_distance, self.both_sides)
+
     def buckets(self, relative: Tensor) -> Tensor:
         """The bucket of ``key - query``, of any shape."""
         n_buckets = len(self.table)
@@ -87,3 +95,8 @@ class BucketBias:
         grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (grown * (n_buckets - exact)).to(torch.int64)).clamp(max=n_buckets - 1)
         return offset + torch.where(distance < exact, distance.to(torch.int64), far)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In at least fp32: what many heads give back is added before it is rounded."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.patterns import Document, Full, Pattern, Records, aligned, measured
 from phylon.spec.errors import UserError, check_rate
 
@@ -69,6 +70,8 @@ class AttentionCall:
             raise UserError(f"softcap must be above 0, got {self.softcap}")
         if self.bias is not None and self.bias.n_heads not in (1, q.shape[2]):
             raise UserError(f"the bias is for {self.bias.n_heads} heads, the call has {q.shape[2]}")
+        if isinstance(self.bias, AlibiBias | BucketBias) and self.bias.n_heads < q.shape[2]:
+            self.bias = self.bias.spread(q.shape[2])  # kernels read a parameter by its head
         if self.sink is not None and self.sink.shape != q.shape[2:3]:
             raise UserError(f"sink must be ({q.shape[2]},), one a head, got {tuple(self.sink.shape)}")
         if self.pattern.heads not in (1, q.shape[2]):

@@ -89,7 +89,8 @@ def block_mask(call: AttentionCall) -> Any:
     visible = call.visible
 
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        return visible.allowed(_at(query, b, q_index), _at(key, b, k_index))
+        seen = visible.allowed(_at(query, b, q_index), _at(key, b, k_index))
+        return seen.reshape(q_index.shape) if seen.ndim > q_index.ndim else seen  # of patterns that number their heads
 
     partial, full = _listed(plan, plan.masks != FULL), _listed(plan, plan.masks == FULL)
     sizes = (plan.n_queries, plan.n_keys)

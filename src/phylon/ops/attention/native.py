@@ -18,10 +18,10 @@ from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.native_check import check
 from phylon.ops.attention.plan import TilePlan, tile_plan
-from phylon.ops.native import Library
+from phylon.ops.backward import once
+from phylon.ops.native import Library, pointer, strided
 from phylon.ops.native.amx import AMX, EMULATED, PLAIN
 from phylon.patterns import Causal, Full, Pattern, SymmetricWindow, Window
-from phylon.spec.errors import UserError
 
 _TILE = 64
 _FEW = 16
@@ -110,17 +110,19 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once("attention backend 'native'")
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
-        if torch.is_grad_enabled():
-            raise UserError("attention backend 'native' has no second derivative: use backend 'reference'")
         q, k, v, sink, bias, out, lse = ctx.saved_tensors
         d_out = d_out if d_out.stride(3) == 1 else d_out.contiguous()
-        dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+        dq, dk, dv, delta = _rows_like(q), _rows_like(k), _rows_like(v), torch.empty_like(lse)
         d_sink = sink.new_empty(len(q), len(sink)) if ctx.needs_input_grad[5] else None
         d_bias = bias.new_empty(len(q), *bias.shape) if ctx.needs_input_grad[6] else None
+        (rows, heads), strips = (len(q), q.shape[2]), 0 if bias is None else bias.numel()
+        views = ((d_out, out), (dq, q), (dk, k), (dv, v))
         gradients = (
-            *(*_view(d_out), *_view(dq), *_view(dk), *_view(dv)),
-            *(delta.data_ptr(), _address(sink), _address(d_sink), _address(bias), _address(d_bias)),
+            *(part for made, like in views for part in strided(made, like.shape, q.dtype)),
+            *(_address(delta, lse.numel()), _address(sink, heads), _address(d_sink, rows * heads)),
+            *(_address(bias, strips), _address(d_bias, rows * strips)),
         )
         packed = _pack(q, k, v, out, lse, gradients, bias, ctx.setting)
         ctx.library.attention_backward(packed, _DTYPES[q.dtype])
@@ -133,7 +135,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
     out, lse = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype), torch.empty((b, h, t), dtype=torch.float32)
-    gradients = (*_NONE * 17, _address(sink), 0, _address(bias), 0)
+    gradients = (*_NONE * 17, _address(sink, h), 0, _address(bias, 0 if bias is None else h * bias.shape[1]), 0)
     library.attention_forward(_pack(q, k, v, out, lse, gradients, bias, setting), _DTYPES[q.dtype])
     return out, lse
 
@@ -151,9 +153,9 @@ def _few(library: Library, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None,
         mask = None if mask is None else mask.expand(shape).contiguous() if mask.stride(-1) != 1 else mask.expand(shape)
         scores = None if scores is None else scores.expand(shape).float()
         scores = scores if scores is None or scores.stride(3) == 1 else scores.contiguous()
-        dense = (*_rows(mask), *_rows(scores))
+        dense = (*_pairs(mask, shape, torch.bool), *_pairs(scores, shape, torch.float32))
     setting = _Setting(call.factor, call.softcap or 0.0, 0.0, 0, torch.get_num_threads(), band or (-_FAR, _FAR))
-    gradients = (*_NONE * 17, _address(sink), 0, 0, 0)
+    gradients = (*_NONE * 17, _address(sink, h), 0, 0, 0)
     library.attention_few(_pack(q, k, v, out, None, gradients, None, setting, dense), _DTYPES[q.dtype])
     return out
 
@@ -178,32 +180,35 @@ def _pack(
     scale, softcap, dropout, seed, threads, band, plan, bias_first, query, key = setting
     tiles: tuple[int, ...] = (1, 1, 0, 0, 0, 0)
     if plan is not None:
-        lists = (plan.row_starts, plan.key_tiles, plan.masks, plan.bits)
-        tiles = (plan.batch, plan.heads, *(x.data_ptr() for x in lists))
+        kept, lists = len(plan.key_tiles), (plan.row_starts, plan.key_tiles, plan.masks)
+        lengths = (plan.batch * plan.heads * plan.n_query_tiles + 1, kept, kept)
+        addresses = (_address(x, n, torch.int32) for x, n in zip(lists, lengths, strict=True))
+        tiles = (plan.batch, plan.heads, *addresses, _address(plan.bits, plan.bits.numel(), torch.uint8))
+    views = ((q, (b, t, h, e)), (k, (b, s, n_kv_heads, e)), (v, (b, s, n_kv_heads, ev)), (out, (b, t, h, ev)))
+    rows = tuple(1 if positions is None else len(positions) for positions in (query, key))
     return _LAYOUT.pack(
         *(b, t, s, h, n_kv_heads, e, ev, threads),
-        *(*_view(q), *_view(k), *_view(v), *_view(out), _address(lse), *gradients),
-        *(bias_first, 0 if bias is None else bias.shape[1], _address(query), _address(key)),
-        *(1 if query is None else len(query), 1 if key is None else len(key)),
+        *(part for view, shape in views for part in strided(view, shape, q.dtype)),
+        *(_address(lse, b * h * t), *gradients),
+        *(bias_first, 0 if bias is None else bias.shape[1]),
+        *(_address(query, rows[0] * t, torch.int64), _address(key, rows[1] * s, torch.int64), *rows),
         *(scale, softcap, dropout, seed, int(dropout * 2**32), *band, *tiles, *dense),
     )
 
 
-def _view(x: Tensor) -> tuple[int, int, int, int]:
-    batch, token, head, _ = x.stride()
-    return x.data_ptr(), batch, token, head
+def _rows_like(x: Tensor) -> Tensor:
+    """Room for a gradient in rows side by side: ``empty_like`` an overlapping view keeps the order of its strides."""
+    made = torch.empty_like(x)
+    return made if made.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype)
 
 
-def _rows(x: Tensor | None) -> tuple[int, int, int, int]:
+def _pairs(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Address and strides of (B, H, T, S)."""
-    if x is None:
-        return 0, 0, 0, 0
-    batch, head, query, _ = x.stride()
-    return x.data_ptr(), batch, head, query
+    return (0,) * 4 if x is None else strided(x, shape, dtype)
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def _address(x: Tensor | None, numbers: int, dtype: torch.dtype = torch.float32) -> int:
+    return pointer(x, numbers, dtype) or 0
 
 
 def _learns(*tensors: Any) -> bool:
@@ -231,7 +236,8 @@ def _setting(call: AttentionCall) -> tuple[Tensor | None, _Setting]:
             query, key = (side.positions.to(torch.int64).contiguous() for side in call.records())
             first, last = int(query.min() - key.max()), int(query.max() - key.min())
         assert isinstance(call.bias, AlibiBias | BucketBias)
-        bias = call.bias.by_distance(torch.arange(first, last + 1)).float().contiguous()
+        bias = call.bias.by_distance(torch.arange(first, last + 1)).float()
+        bias = bias.expand(call.q.shape[2], -1).contiguous()
     seed, threads = call.seed & 0xFFFFFFFF, torch.get_num_threads()
     rest = (band or (-_FAR, _FAR), plan, first, query, key)
     return bias, _Setting(call.factor, call.softcap or 0.0, call.dropout, seed, threads, *rest)

@@ -1,7 +1,8 @@
 """FlashAttention in PyTorch: tiles of queries and keys, a running maximum and sum, and no T x S tensor ever.
 
 Dao et al. (arXiv:2205.14135), algorithms 1 and 4; Dao (arXiv:2307.08691), section 3.1. The backward pass computes the
-weights of every tile once more from the log-sum-exp of its rows. Tiles that the pattern leaves empty do not exist.
+weights of every tile once more from the maximum and the sum of its rows, kept apart: their log-sum-exp would be rounded
+where scores are large. Tiles that the pattern leaves empty do not exist.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.plan import FULL, TilePlan, count_tiles, tile_plan
 from phylon.ops.attention.tile_bias import TileBias, hides_parameters, parameters
+from phylon.ops.backward import once
 from phylon.ops.random import keep_mask
 
 _BLOCKS = ((512, 512), (256, 512), (256, 256), (128, 256), (128, 128), (64, 64))
@@ -239,10 +241,10 @@ class _Work:
 
 
 def _forward(work: _Work) -> tuple[Tensor, Tensor]:
-    """``out`` (B, T, H, Ev) and the log-sum-exp (B, T, H, 1) of every row to base 2, 0 where a row sees nothing."""
+    """``out`` (B, T, H, Ev), and of every row (B, T, H, 2) its maximum to base 2 and the sum that goes with it."""
     call = work.call
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
-    lse = torch.zeros(*call.q.shape[:3], 1, dtype=work.wide, device=call.q.device)
+    sums = torch.ones(*call.q.shape[:3], 2, dtype=work.wide, device=call.q.device)
     for unit in work.units():
         k_NME, v_NME = work.seen(unit, call.k), work.seen(unit, call.v)
         k_NEM = [x.mT for x in k_NME]
@@ -264,8 +266,8 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
                     weights.mul_(keep)
                 mixed.mul_(shrink).baddbmm_(weights, v_NME[tile.number])
                 top = new_top
-            _finish(unit, queries, call.sink, top, total, mixed, out, lse)
-    return out, lse
+            _finish(unit, queries, call.sink, top, total, mixed, out, sums)
+    return out, sums
 
 
 def _powers(scores: Tensor, shift: Tensor) -> Tensor:
@@ -281,25 +283,22 @@ def _finish(
     total: Tensor,
     mixed: Tensor,
     out: Tensor,
-    lse: Tensor,
+    sums: Tensor,
 ) -> None:
     """Divide by the sum, in which the sink takes its share; rows that saw nothing stay zero."""
-    empty = total == 0
-    row_lse, shrink = top + total.log2(), 1.0
+    empty, shrink = total == 0, 1.0
     if sink is not None:
-        extra = sink[unit.heads].to(top.dtype)[None, :, None, None] * _LOG2_E
-        n = queries.stop - queries.start
-        row_lse = torch.logaddexp2(unit.by_head(row_lse, n), extra).view_as(row_lse)
-        above = torch.maximum(unit.by_head(top, n), extra)
-        shrink = torch.exp2(top - above.view_as(top))
-        total = total * shrink + torch.exp2(extra - above).view_as(top)
-    unit.put(lse, queries, row_lse.masked_fill(empty, 0))
-    # By the sum itself: the exponential of a large log-sum-exp would carry that number's rounding.
+        by_head = unit.by_head(top, queries.stop - queries.start)
+        above = torch.maximum(by_head, sink[unit.heads].to(top.dtype)[None, :, None, None] * _LOG2_E)
+        of_sink, above = _of_sink(unit, sink, above).view_as(top), above.view_as(top)
+        shrink = torch.exp2(top - above)
+        top, total = above, total * shrink + of_sink
+    unit.put(sums, queries, torch.cat([top.masked_fill(empty, 0), total.masked_fill(empty, 1)], -1))
     unit.put(out, queries, mixed.mul_((shrink / total).masked_fill_(empty, 0)))
 
 
 class _Attention(torch.autograd.Function):
-    """One node of the graph: keeps q, k, v, the result and the log-sum-exp."""
+    """One node of the graph: keeps q, k, v, the result, and the maximum and sum of each row."""
 
     @staticmethod
     def forward(
@@ -314,24 +313,23 @@ class _Attention(torch.autograd.Function):
         *of_bias: Tensor,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(_Work(call, plan, scores))
-        ctx.save_for_backward(q, k, v, sink, out, lse)
+            out, sums = _forward(_Work(call, plan, scores))
+        ctx.save_for_backward(q, k, v, sink, out, sums)
         # The tensors come back as they were saved, so that hooks on them hold.
         ctx.call, ctx.plan, ctx.scores = replace(call, q=q[:0], k=k[:0], v=v[:0], sink=None), plan, scores
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("attention backend 'online'")
     def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:  # type: ignore[bad-override]
-        q, k, v, sink, out, lse = ctx.saved_tensors
+        q, k, v, sink, out, sums = ctx.saved_tensors
         work = _Work(replace(ctx.call, q=q, k=k, v=v, sink=sink), ctx.plan, ctx.scores)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = _backward(work, out, lse, d_out)
+        grads = _backward(work, out, sums, d_out)
         of_bias = [] if work.bias is None else work.bias.finish()
         return (*grads, None, None, None, *of_bias)
 
 
-def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _backward(work: _Work, out: Tensor, sums: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of q, k, v and the sink."""
     call = work.call
     blind = work.plan.blind
@@ -349,17 +347,19 @@ def _backward(work: _Work, out: Tensor, lse: Tensor, d_out: Tensor) -> tuple[Ten
         for queries, tiles in work.rows(unit):
             if not tiles:
                 continue
-            g_NRE, row_lse = unit.queries(d_out, queries), unit.queries(lse, queries)
+            top, total = unit.queries(sums, queries).split(1, dim=-1)
+            # Divided by the row's sum once, so that the weights of its tiles need not be.
+            g_NRE = unit.queries(d_out, queries) / total
             delta = (g_NRE * unit.queries(out, queries)).sum(-1, keepdim=True)
             if d_sink is not None:
-                d_sink[unit.heads] -= _sink_share(unit, queries, call.sink, row_lse, delta)
+                d_sink[unit.heads] -= _sink_share(unit, queries, call.sink, top, delta)
             q_NRE = unit.queries(call.q, queries) * call.factor
             dq_NRE = torch.zeros_like(q_NRE)
             for tile in tiles:
                 j = tile.number
                 scores = work.product("scores", q_NRE, k_NEM[j])
                 slope = work.adjust(unit, queries, tile, scores)
-                weights = _powers(scores, row_lse)
+                weights = _powers(scores, top)
                 d_scores = work.product("d_scores", g_NRE, v_NEM[j])
                 keep = work.keep(unit, queries, tile)
                 if keep is not None:
@@ -389,9 +389,13 @@ def _put_keys(unit: _Unit, into: Tensor, tiles: list[Tensor]) -> None:
         first = last
 
 
-def _sink_share(unit: _Unit, queries: slice, sink: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+def _sink_share(unit: _Unit, queries: slice, sink: Tensor | None, top: Tensor, delta: Tensor) -> Tensor:
     """(heads,): the sink's weight of every row times what the row's output lost to it."""
     assert sink is not None
     n = queries.stop - queries.start
-    weight = torch.exp2(sink[unit.heads].to(lse.dtype)[None, :, None, None] * _LOG2_E - unit.by_head(lse, n))
-    return (weight * unit.by_head(delta, n)).sum((0, 2, 3))
+    return (_of_sink(unit, sink, unit.by_head(top, n)) * unit.by_head(delta, n)).sum((0, 2, 3))
+
+
+def _of_sink(unit: _Unit, sink: Tensor, top: Tensor) -> Tensor:
+    """(rows, heads, t, 1): the sink's weights, rounded as those of the scores."""
+    return _powers(sink[unit.heads].to(top.dtype)[None, :, None, None].expand_as(top).clone(), top)

@@ -124,6 +124,7 @@ def tile_plan(call: AttentionCall, block_q: int, block_k: int) -> TilePlan:
     Blocks of one forward pass hand in the same records, and find the plan that the first of them made.
     """
     assert block_k % 8 == 0, "masks are packed into bytes"
+    assert block_q * block_k % 64 == 0, "and compared as words of 8 bytes"
     sizes = (call.q.shape[1], call.k.shape[1], block_q, block_k)
     query, key = call.query, call.key
     if query is None and key is None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall
 from phylon.ops.attention.plan import TilePlan, tile_plan
+from phylon.ops.backward import once
 from phylon.ops.triton import interpreted, unavailable
 from phylon.patterns import Records
 
@@ -100,7 +101,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("attention backend 'triton'")
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         kernels = _kernels()
         q, k, v, sink, parameter, out, lse = ctx.saved_tensors

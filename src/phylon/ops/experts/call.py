@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.ops.checks import check_floats, check_shapes, may_ask
 from phylon.spec.errors import UserError, check_rate
 
 
@@ -53,6 +54,22 @@ class ExpertCall:
             raise UserError(f"expert weights do not fit: gate {tuple(self.weights.gate.shape)}, up {tuple(up.shape)}")
         if self.chosen.dtype != torch.int64:
             raise UserError(f"chosen must be int64, got {self.chosen.dtype}")
+        w, (n, hidden, width) = self.weights, up.shape
+        check_floats("experts", x=x, gates=self.gates, up=up, down=down, gate=w.gate)
+        inner = (n, hidden)
+        check_shapes(
+            "experts",
+            up_bias=(w.up_bias, inner),
+            gate_bias=(w.gate_bias, inner),
+            down_bias=(w.down_bias, (n, width)),
+        )
+        if w.gate_bias is not None and w.gate is None:
+            raise UserError("experts without a gate take no gate_bias")
+        if self.chosen.numel() and may_ask(self.chosen):
+            least, most = (int(end) for end in self.chosen.aminmax())
+            if least < -1 or most >= n:
+                wrong = least if least < -1 else most
+                raise UserError(f"expert {wrong} was chosen; there are {n}, and -1 is none")
         check_activation(self.activation)
         check_rate("dropout", self.dropout)
 

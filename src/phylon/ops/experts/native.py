@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.experts.call import ExpertCall
 from phylon.ops.linear.joined import kept
 from phylon.ops.products import as_given, operand
@@ -106,7 +107,7 @@ class _Experts(torch.autograd.Function):
         return rows.combine(out_MD, plan.where, gates_Nk.detach(), dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("experts backend 'native'")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         sent_MD, gates_Nk, up, down, gate, up_MF, out_MD, gate_MF = ctx.saved_tensors
         plan, dtype = ctx.plan, ctx.dtype

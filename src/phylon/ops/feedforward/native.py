@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.feedforward.call import FeedForwardCall
 from phylon.ops.linear.joined import affine, bias_gradient, kept, refusal
 from phylon.ops.products import as_given, compute_dtype, operand
@@ -62,7 +63,7 @@ class _FeedForward(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("feedforward backend 'native'")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, up, up_bias, down, gate, gate_bias, before_NF, gate_NF = ctx.saved_tensors
         dtype, grad = ctx.dtype, grads[0].contiguous()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.linear.call import LinearCall
 from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.rows import native as rows
@@ -78,7 +79,7 @@ class _Linears(torch.autograd.Function):
         return made
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("linear backend 'joined'")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, *weights = ctx.saved_tensors
         count = len(weights)

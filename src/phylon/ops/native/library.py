@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 LIBRARIES: dict[str, "Library"] = {}
@@ -99,8 +100,12 @@ class Library:
             return f"no C++ compiler on this machine (looked for CXX, {', '.join(_COMPILERS)})"
         if whole(self.path):
             return None
-        if self.failed.exists():
+        try:
             return self._without(self.form, self.failed.read_text(encoding="utf-8", errors="replace").strip())
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            return self._without(self.form, f"'{self.failed}' cannot be read: {error.strerror}; remove it")
         if self._process is None:
             try:
                 self._process = self._make()
@@ -111,7 +116,8 @@ class Library:
             return "being compiled beside this run"
         if -code in _CRASHES:
             reason = f"its check against the reference crashed ({signal.Signals(-code).name})"
-            self.failed.write_text(reason + "\n", encoding="utf-8")
+            with contextlib.suppress(OSError):
+                self.failed.write_text(reason + "\n", encoding="utf-8")
             return self._without(self.form, reason)
         return f"compiling it ended with code {code} (see '{self.path.with_suffix('.log')}')"
 
@@ -195,9 +201,28 @@ class Library:
             )
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """The address of a tensor's first element, for a ``c_void_p`` argument; ``None`` is the null pointer."""
-    return None if tensor is None else tensor.data_ptr()
+def pointer(tensor: Tensor | None, numbers: int, dtype: torch.dtype = torch.float32) -> int | None:
+    """The address of ``numbers`` dense numbers, for a ``c_void_p`` argument; ``None`` is the null pointer.
+
+    Kernels get every address from here or from ``strided``: one that would read or write beyond is never called.
+    """
+    if tensor is None:
+        return None
+    if tensor.numel() != numbers or tensor.dtype is not dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+        raise AssertionError(f"a kernel takes {numbers} dense numbers of {dtype}, got {_described(tensor)}")
+    return tensor.data_ptr()
+
+
+def strided(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The address of a tensor that is dense in its last dimension, and the strides of the others."""
+    *strides, dense = tensor.stride()
+    if tensor.shape != shape or tensor.dtype is not dtype or (dense != 1 and shape[-1] != 1) or not tensor.is_cpu:
+        raise AssertionError(f"a kernel takes {tuple(shape)} of {dtype}, dense at the end, got {_described(tensor)}")
+    return tensor.data_ptr(), *strides
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} of {tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
 
 
 def compiler() -> str | None:

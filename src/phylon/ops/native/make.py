@@ -17,6 +17,9 @@ if sys.platform != "win32":
     import fcntl
 
 
+_PASSING = ("no space left", "disk quota", "out of memory", "cannot allocate memory", "killed", "terminated")
+
+
 def make(library: Library) -> str | None:
     """Compile and check ``library``, of one form; ``None``, or why not to use it, which is also written beside it."""
     path = library.path
@@ -25,11 +28,14 @@ def make(library: Library) -> str | None:
             return None
         beside = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
         try:
-            reason = library.forms[0].refusal() or _compile(library, beside) or _check(library, beside)
+            reason, lasting = library.forms[0].refusal(), True
+            if reason is None:
+                reason, lasting = _compile(library, beside)
+            reason = reason or _check(library, beside)
             if reason is None:
                 path.with_suffix(".sum").write_bytes(checksum(beside))
                 beside.replace(path)
-            else:
+            elif lasting:
                 note = beside.with_suffix(".note")
                 note.write_text(reason + "\n", encoding="utf-8")
                 note.replace(library.failed)
@@ -38,14 +44,17 @@ def make(library: Library) -> str | None:
     return reason
 
 
-def _compile(library: Library, target: Path) -> str | None:
+def _compile(library: Library, target: Path) -> tuple[str | None, bool]:
+    """``None``, or what the compiler says, and whether it would say so again."""
     command = [compiler() or "c++", *flags(), *library.form.flags, "-o", str(target), str(library.sources[0])]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode == 0:
-        return None
+        return None, True
     print(done.stderr, file=sys.stderr)
     lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["no word"]
-    return f"it does not compile: {lines[0].strip()}"
+    # Compilers tell a full disk, a lack of memory and a signal in words; the sources are not at fault.
+    passing = done.returncode < 0 or any(word in done.stderr.lower() for word in _PASSING)
+    return f"it does not compile: {lines[0].strip()}", not passing
 
 
 def _check(library: Library, made: Path) -> str | None:

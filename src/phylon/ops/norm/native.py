@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.norm.call import NormCall
 from phylon.ops.rows import native as rows
 
@@ -19,13 +20,8 @@ class Native:
 
     def supports(self, call: NormCall) -> str | None:
         added = call.added
-        if added is not None and (
-            added.shape != call.x.shape or (call.x.dtype, added.dtype) == (torch.bfloat16, torch.float32)
-        ):
+        if added is not None and (call.x.dtype, added.dtype) == (torch.bfloat16, torch.float32):
             return "the sum is wider than x"
-        for parameter in (call.weight, call.bias):
-            if parameter is not None and parameter.shape != call.x.shape[-1:]:
-                return "weight and bias must be of the width of x"
         return rows.refusal(call.x, added, call.weight, call.bias) or rows.forward_alone()
 
     def run(self, call: NormCall) -> tuple[Tensor, Tensor]:
@@ -57,7 +53,7 @@ class _Norm(torch.autograd.Function):
         return total, y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("norm backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         total, weight, statistics = ctx.saved_tensors
         grad_total, grad_y = grad_outputs

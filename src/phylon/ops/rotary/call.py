@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from phylon.ops.checks import check_floats
 from phylon.spec.errors import UserError
 
 
@@ -16,6 +17,9 @@ class RotaryCall:
     sine: Tensor
 
     def __post_init__(self) -> None:
+        if self.x.ndim != 4:
+            raise UserError(f"a rotation takes (B, T, H, E), got {tuple(self.x.shape)}")
+        check_floats("a rotation", x=self.x, cosine=self.cosine)
         (batch, length, _, width), shape = self.x.shape, self.cosine.shape
         if self.sine.shape != shape or self.cosine.dtype != self.sine.dtype:
             raise UserError(f"cosines {tuple(shape)} and sines {tuple(self.sine.shape)} must be of one shape and dtype")

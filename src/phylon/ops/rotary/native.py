@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.rotary.call import RotaryCall
 from phylon.ops.rows import native as rows
 
@@ -35,7 +36,7 @@ class _Rotary(torch.autograd.Function):
         return rows.rotary(_dense_heads(x), cosine, sine, 1.0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("rotary backend 'native'")
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         cosine, sine = ctx.tables
         return rows.rotary(_dense_heads(grads[0]), cosine, sine, -1.0), None, None

@@ -31,7 +31,7 @@ static inline vf normal_cdf(vf x) {
     p = p * t + 0.37409196f;
     p = p * t + 1.00002368f;
     p = p * t - 1.26551223f;
-    vf half = 0.5f * t * exp(p - z * z);
+    vf half = 0.5f * t * exp_or_end(p - z * z);
     return x < 0.f ? half : 1.f - half;
 }
 

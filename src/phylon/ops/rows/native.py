@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from phylon.ops.native import Library, pointer
+from phylon.ops.native import Library, pointer, strided
 
 KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "tanh": 4}
 FEW = 8192
@@ -53,13 +53,13 @@ def norm_forward(
     x: Tensor, h: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``x + h`` (``x`` itself without ``h``), its norm, and (2, rows) the rows' means and inverse deviations."""
-    d = x.shape[-1]
+    n, d = x.numel(), x.shape[-1]
     total = x if h is None else torch.empty_like(x)
-    y, statistics = torch.empty_like(x), torch.empty(2, x.numel() // d)
+    y, statistics = torch.empty_like(x), torch.empty(2, n // d)
     types = _low(x) + 2 * (0 if h is None else _low(h)) + 4 * _low(y)
     LIBRARY.rows_norm(
-        types, x.data_ptr(), pointer(h), pointer(weight), pointer(bias), total.data_ptr(), y.data_ptr(),
-        statistics.data_ptr(), statistics.data_ptr() + 4 * (x.numel() // d), x.numel() // d, d, eps, centred,
+        types, _held(x, n), _held(h, n), pointer(weight, d), pointer(bias, d), total.data_ptr(), y.data_ptr(),
+        statistics.data_ptr(), statistics.data_ptr() + 4 * (n // d), n // d, d, eps, centred,
     )  # fmt: skip
     return total, y, statistics
 
@@ -74,14 +74,14 @@ def norm_backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of what was normed (that of the total added), of the weight and of the bias, the latter in fp32."""
-    d = x.shape[-1]
+    n, d = x.numel(), x.shape[-1]
     grad_x, parts = torch.empty_like(x), torch.empty(2 * _SHARES * d)
     grad_w = None if weight is None else torch.empty(d)
     grad_b = torch.empty(d) if with_bias else None
     LIBRARY.rows_norm_backward(
-        _low(x) + 4 * _low(grad_y), grad_y.data_ptr(), pointer(grad_total), x.data_ptr(), pointer(weight),
-        statistics.data_ptr(), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(), pointer(grad_w),
-        pointer(grad_b), x.numel() // d, d, centred,
+        _low(x) + 4 * _low(grad_y), _held(grad_y, n), pointer(grad_total, n, x.dtype), _held(x, n), pointer(weight, d),
+        pointer(statistics, 2 * (n // d)), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
+        pointer(grad_w, d), pointer(grad_b, d), n // d, d, centred,
     )  # fmt: skip
     return grad_x, grad_w, grad_b
 
@@ -90,10 +90,10 @@ def activation(
     kind: str, x: Tensor, bias: Tensor | None = None, up: Tensor | None = None, up_bias: Tensor | None = None
 ) -> Tensor:
     """``act(x + bias)``, times ``up + up_bias`` where there is one."""
-    y, d = torch.empty_like(x), x.shape[-1]
+    y, n, d = torch.empty_like(x), x.numel(), x.shape[-1]
     LIBRARY.rows_activation(
-        KINDS[kind], _low(x), x.data_ptr(), pointer(bias), pointer(up), pointer(up_bias), y.data_ptr(),
-        x.numel() // d, d,
+        KINDS[kind], _low(x), _held(x, n), pointer(bias, d), pointer(up, n, x.dtype), pointer(up_bias, d), y.data_ptr(),
+        n // d, d,
     )  # fmt: skip
     return y
 
@@ -111,7 +111,7 @@ class ActivationGradients:
         up_bias: Tensor | None,
         again: bool,
     ) -> None:
-        d = x.shape[-1]
+        n, d, dtype = x.numel(), x.shape[-1], x.dtype
         self.x = grad_y
         self.up = None if up is None else torch.empty_like(up)
         self.y = torch.empty_like(x) if again else None
@@ -119,17 +119,17 @@ class ActivationGradients:
         self.up_bias = None if up_bias is None else torch.empty(d)
         parts = None if bias is None and up_bias is None else torch.empty(2 * _SHARES * d)
         LIBRARY.rows_activation_backward(
-            KINDS[kind], _low(x), grad_y.data_ptr(), x.data_ptr(), pointer(bias), pointer(up), pointer(up_bias),
-            self.x.data_ptr(), pointer(self.up), pointer(self.y), pointer(parts), pointer(self.bias),
-            pointer(self.up_bias), x.numel() // d, d,
+            KINDS[kind], _low(x), pointer(grad_y, n, dtype), _held(x, n), pointer(bias, d), pointer(up, n, dtype),
+            pointer(up_bias, d), pointer(self.x, n, dtype), pointer(self.up, n, dtype), pointer(self.y, n, dtype),
+            pointer(parts, 2 * _SHARES * d), pointer(self.bias, d), pointer(self.up_bias, d), n // d, d,
         )  # fmt: skip
 
 
 def row_sum(x: Tensor) -> Tensor:
     """The sum over all dimensions but the last, in fp32, the same for any number of threads."""
-    d = x.shape[-1]
+    n, d = x.numel(), x.shape[-1]
     out, parts = torch.empty(d), torch.empty(_SHARES * d)
-    LIBRARY.rows_sum(_low(x), x.data_ptr(), parts.data_ptr(), out.data_ptr(), x.numel() // d, d)
+    LIBRARY.rows_sum(_low(x), _held(x, n), parts.data_ptr(), out.data_ptr(), n // d, d)
     return out
 
 
@@ -144,21 +144,25 @@ def scores_loss(
     grad: bool,
 ) -> Tensor:
     """Losses (C,) of fp32 ``scores`` (C, V), whose memory becomes their gradient where ``grad``."""
-    losses = torch.empty(len(scores))
+    (c, v), losses = scores.shape, torch.empty(len(scores))
     LIBRARY.rows_cross_entropy(
-        scores.data_ptr(), pointer(bias), targets.data_ptr(), pointer(weights), losses.data_ptr(), *scores.shape,
-        softcap or 0.0, smoothing, z_loss, grad,
+        pointer(scores, c * v), pointer(bias, v), pointer(targets, c, torch.int64), pointer(weights, c),
+        losses.data_ptr(), c, v, softcap or 0.0, smoothing, z_loss, grad,
     )  # fmt: skip
     return losses
 
 
 def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     """``x`` (B, T, H, E) with heads dense, turned by tables (B or 1, T, half); ``sign`` -1 turns back."""
-    batch, tokens, heads, width = x.shape
+    (batch, tokens, heads, width), (rows, _, half) = x.shape, cosine.shape
+    assert rows in (1, batch)
+    assert 2 * half <= width
+    address, *strides = strided(x, x.shape, torch.bfloat16 if _low(x) else torch.float32)
+    tables = (pointer(table, rows * tokens * half) for table in (cosine, sine))
     y = torch.empty(x.shape, dtype=x.dtype)
     LIBRARY.rows_rotary(
-        _low(x), x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), y.data_ptr(), batch, tokens, heads, width,
-        cosine.shape[-1], *x.stride()[:3], 0 if len(cosine) == 1 else cosine.stride(0), sign,
+        _low(x), address, *tables, y.data_ptr(), batch, tokens, heads, width, half, *strides,
+        0 if rows == 1 else cosine.stride(0), sign,
     )  # fmt: skip
     return y
 
@@ -166,32 +170,34 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` (M,) of ``x`` (N, D)."""
     y = torch.empty(len(index), x.shape[1], dtype=x.dtype)
-    LIBRARY.rows_gather(_low(x), x.data_ptr(), index.data_ptr(), y.data_ptr(), *y.shape)
+    LIBRARY.rows_gather(_low(x), _held(x, x.numel()), pointer(index, len(y), torch.int64), y.data_ptr(), *y.shape)
     return y
 
 
 def combine(x: Tensor, where: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``sum over j of gates[n, j] * x[where[n, j]]`` (N, D), summed in fp32; a place of -1 adds nothing."""
-    y = torch.empty(len(where), x.shape[1], dtype=dtype)
+    y, places = torch.empty(len(where), x.shape[1], dtype=dtype), where.numel()
     LIBRARY.rows_combine(
-        _low(x) + 2 * _low(y), x.data_ptr(), where.data_ptr(), pointer(gates), y.data_ptr(), *where.shape, x.shape[1]
-    )
+        _low(x) + 2 * _low(y), _held(x, x.numel()), pointer(where, places, torch.int64), pointer(gates, places),
+        y.data_ptr(), *where.shape, x.shape[1],
+    )  # fmt: skip
     return y
 
 
 def combine_backward(grad_y: Tensor, x: Tensor, where: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and ``gates``; every row of ``x`` must have a place that leads to it."""
-    grad_x, grad_gates = torch.empty_like(x), torch.empty_like(gates)
+    grad_x, grad_gates, places = torch.empty_like(x), torch.empty_like(gates), where.numel()
     LIBRARY.rows_combine_backward(
-        _low(x) + 2 * _low(grad_y), grad_y.data_ptr(), x.data_ptr(), where.data_ptr(), gates.data_ptr(),
-        grad_x.data_ptr(), grad_gates.data_ptr(), *where.shape, x.shape[1],
+        _low(x) + 2 * _low(grad_y), _held(grad_y, len(where) * x.shape[1]), _held(x, x.numel()),
+        pointer(where, places, torch.int64), pointer(gates, places), grad_x.data_ptr(), grad_gates.data_ptr(),
+        *where.shape, x.shape[1],
     )  # fmt: skip
     return grad_x, grad_gates
 
 
 def square_sum(grad: Tensor) -> float:
     """The sum of squares, in fp64 beyond 2,048 elements."""
-    return float(LIBRARY.rows_square_sum(_low(grad), grad.data_ptr(), grad.numel()))
+    return float(LIBRARY.rows_square_sum(_low(grad), _held(grad, grad.numel()), grad.numel()))
 
 
 def adamw(
@@ -209,10 +215,16 @@ def adamw(
     keep: float,
 ) -> None:
     """One update of fp32 ``weight`` and its moments in place; ``copy`` takes the weight rounded to bf16."""
+    n = weight.numel()
     LIBRARY.rows_adamw(
-        _low(grad), weight.data_ptr(), pointer(copy), grad.data_ptr(), mean.data_ptr(), square.data_ptr(),
-        weight.numel(), scale, *betas, eps, rate, root, keep,
+        _low(grad), pointer(weight, n), pointer(copy, n, torch.bfloat16), _held(grad, n), pointer(mean, n),
+        pointer(square, n), n, scale, *betas, eps, rate, root, keep,
     )  # fmt: skip
+
+
+def _held(tensor: Tensor | None, numbers: int) -> int | None:
+    """The address of numbers in one of the two dtypes."""
+    return pointer(tensor, numbers, torch.bfloat16 if tensor is not None and _low(tensor) else torch.float32)
 
 
 def _low(tensor: Tensor) -> int:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.activation import ACTIVATIONS, check_activation
+from phylon.ops.checks import check_floats, check_rank, check_shapes
 from phylon.spec.errors import UserError
 
 
@@ -20,10 +21,13 @@ class Breaks:
     resets: Tensor | None = None
     real: Tensor | None = None
 
-    def check(self, batch: int, length: int) -> None:
+    def checked(self, batch: int, length: int) -> "Breaks":
+        """These, if their shapes fit. No document starts at padding, which leaves the state exactly as it is."""
         for name, mask in (("resets", self.resets), ("real", self.real)):
             if mask is not None and (mask.shape != (batch, length) or mask.dtype != torch.bool):
                 raise UserError(f"{name} must be boolean ({batch}, {length}), got {tuple(mask.shape)} {mask.dtype}")
+        both = self.resets is not None and self.real is not None
+        return Breaks(resets=self.resets & self.real, real=self.real) if both else self
 
 
 @dataclass(kw_only=True)
@@ -44,10 +48,14 @@ class ScanCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 3, "x (B, T, D)")
+        check_rank("a scan", self.x, 3, "x (B, T, D)")
         batch, length, width = self.x.shape
-        size = self.A.shape[-1]
-        _check_shapes(
+        check_rank("a scan", self.A, 2, "A (D, N)")
+        size = self.A.shape[1]
+        check_floats("a scan", x=self.x, dt=self.dt, A=self.A, B=self.B, C=self.C, D=self.D, state=self.state)
+        check_floats("a scan", into=self.into)
+        check_shapes(
+            "scan",
             dt=(self.dt, (batch, length, width)),
             A=(self.A, (width, size)),
             B=(self.B, (batch, length, size)),
@@ -56,7 +64,7 @@ class ScanCall:
             state=(self.state, (batch, width, size)),
             into=(self.into, (batch, width, size)),
         )
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
 
 @dataclass(kw_only=True)
@@ -77,13 +85,16 @@ class SSDCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 4, "x (B, T, H, P)")
-        _check_rank(self.B, 4, "B (B, T, G, N)")
+        check_rank("a scan", self.x, 4, "x (B, T, H, P)")
+        check_rank("a scan", self.B, 4, "B (B, T, G, N)")
         batch, length, heads, width = self.x.shape
         groups, size = self.B.shape[2:]
-        if groups == 0 or heads % groups:
+        check_floats("a scan", x=self.x, dt=self.dt, A=self.A, B=self.B, C=self.C, D=self.D, state=self.state)
+        check_floats("a scan", into=self.into)
+        if heads % groups:
             raise UserError(f"{heads} heads are no multiple of {groups} groups")
-        _check_shapes(
+        check_shapes(
+            "scan",
             dt=(self.dt, (batch, length, heads)),
             A=(self.A, (heads,)),
             B=(self.B, (batch, length, groups, size)),
@@ -92,7 +103,7 @@ class SSDCall:
             state=(self.state, (batch, heads, width, size)),
             into=(self.into, (batch, heads, width, size)),
         )
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
 
 @dataclass(kw_only=True)
@@ -111,10 +122,13 @@ class ConvCall:
     into: Tensor | None = None
 
     def __post_init__(self) -> None:
-        _check_rank(self.x, 3, "x (B, T, D)")
+        check_rank("a convolution", self.x, 3, "x (B, T, D)")
         batch, length, width = self.x.shape
-        reach = self.weight.shape[-1]
-        _check_shapes(
+        check_rank("a convolution", self.weight, 2, "weight (D, W)")
+        reach = self.weight.shape[1]
+        check_floats("a convolution", x=self.x, weight=self.weight, bias=self.bias, tail=self.tail, into=self.into)
+        check_shapes(
+            "convolution",
             weight=(self.weight, (width, reach)),
             bias=(self.bias, (width,)),
             tail=(self.tail, (batch, reach - 1, width)),
@@ -122,7 +136,7 @@ class ConvCall:
         )
         if self.activation is not None:
             check_activation(self.activation)
-        self.breaks.check(batch, length)
+        self.breaks = self.breaks.checked(batch, length)
 
     def start(self) -> Tensor:
         """The tail that came before, in the dtype of ``x``; zeros where there is none."""
@@ -154,14 +168,3 @@ def cleared(tensor: Tensor, real: Tensor | None) -> Tensor:
 def kept(resets: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The factor (B, T) on what came before each step: 0 where a document starts, else 1."""
     return None if resets is None else (~resets).to(dtype)
-
-
-def _check_rank(tensor: Tensor, rank: int, what: str) -> None:
-    if tensor.ndim != rank or 0 in tensor.shape:
-        raise UserError(f"a scan takes {what}, none of them 0, got {tuple(tensor.shape)}")
-
-
-def _check_shapes(**wanted: tuple[Tensor | None, tuple[int, ...]]) -> None:
-    for name, (tensor, shape) in wanted.items():
-        if tensor is not None and tensor.shape != shape:
-            raise UserError(f"scan shapes do not fit: {name} is {tuple(tensor.shape)}, expected {shape}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.scan.call import ScanCall, cleared, wide
 
 _CHUNK_NUMBERS = 2**18
@@ -67,6 +68,7 @@ class _Scan(torch.autograd.Function):
         return y, h
 
     @staticmethod
+    @once("scan backend 'chunked'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         grad_y: Tensor = grad_outputs[0]
         carry: Tensor = grad_outputs[1]
@@ -114,6 +116,8 @@ def _fill(
 ) -> None:
     """One chunk's decay factors and states (B, L, D, N) into their buffers, from the state ``h`` before it."""
     torch.mul(dt[..., None], A, out=decay).exp_()
+    if resets is not None:
+        decay.masked_fill_(resets[..., None, None], 0)
     torch.mul((dt * x)[..., None], B[:, :, None], out=states)
     recur(decay, states, h, resets)
 

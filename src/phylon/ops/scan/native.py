@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from phylon.ops.activation import ACTIVATIONS
-from phylon.ops.native import Library, pointer
+from phylon.ops.backward import once
+from phylon.ops.native import Library, pointer, strided
 from phylon.ops.scan.call import Breaks, ConvCall, ScanCall
 from phylon.ops.scan.reference import ConvReference, ScanReference
 
@@ -24,11 +25,11 @@ class _Strided(Structure):
     _fields_ = (("data", c_void_p), ("row", c_int64), ("step", c_int64), ("half", c_int64))
 
     @classmethod
-    def of(cls, tensor: Tensor | None) -> "_Strided":
+    def of(cls, tensor: Tensor | None, shape: tuple[int, ...]) -> "_Strided":
         if tensor is None:
             return cls()
-        row, step, _ = tensor.stride()
-        return cls(tensor.data_ptr(), row, step, tensor.dtype is torch.bfloat16)
+        half = tensor.dtype is torch.bfloat16
+        return cls(*strided(tensor, shape, torch.bfloat16 if half else torch.float32), half)
 
 
 class _Scan(Structure):
@@ -81,7 +82,8 @@ class ScanNative:
             return _NativeScan.apply(*tensors, *breaks)
         y, last = torch.empty(x.shape, dtype=x.dtype), _target(call.into, h)
         last = A.new_empty(len(x), *A.shape) if last is None else last
-        LIBRARY.scan_forward(byref(_scan(*tensors, *breaks)), byref(_Strided.of(y)), last.data_ptr(), None)
+        described = _scan(*tensors, *breaks)
+        LIBRARY.scan_forward(byref(described), byref(_Strided.of(y, x.shape)), pointer(last, len(x) * A.numel()), None)
         return y, last
 
 
@@ -109,7 +111,8 @@ class ConvNative:
             if last is None or last is tail or last.dtype not in _HELD or not last.is_contiguous():
                 last = x.new_empty(len(x), len(weight) - 1, len(weight.T))
             described = _conv(x, weight, bias, tail, silu, *breaks)
-            LIBRARY.conv_forward(byref(described), byref(_Strided.of(y)), byref(_Strided.of(last)))
+            tails = (len(x), len(weight) - 1, x.shape[2])
+            LIBRARY.conv_forward(byref(described), byref(_Strided.of(y, x.shape)), byref(_Strided.of(last, tails)))
         return y if call.activation is None or silu else ACTIVATIONS[call.activation](y), last
 
 
@@ -170,10 +173,11 @@ class _NativeScan(torch.autograd.Function):
         starts = A.new_empty(LIBRARY.scan_starts(*x.shape, A.shape[1]))
         ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
         ctx.set_materialize_grads(False)
-        LIBRARY.scan_forward(byref(call), byref(_Strided.of(y)), last.data_ptr(), starts.data_ptr())
+        LIBRARY.scan_forward(byref(call), byref(_Strided.of(y, x.shape)), last.data_ptr(), starts.data_ptr())
         return y, last
 
     @staticmethod
+    @once("scan backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, h, resets, real, starts = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
@@ -182,9 +186,12 @@ class _NativeScan(torch.autograd.Function):
         grad_B, grad_C = (A.new_empty(t.shape) for t in (B, C))
         grad_A, grad_h = (A.new_empty(len(x), *A.shape) for _ in range(2))
         grad_D = A.new_empty(len(x), len(A))
+        dense = (grad_B, grad_C, grad_last, grad_A, grad_D, grad_h, starts)
+        states = len(x) * A.numel()
+        sizes = (B.numel(), C.numel(), states, states, len(x) * len(A), states, starts.numel())
         gradients = _ScanGradients(
-            *(_Strided.of(t) for t in (grad_y, grad_x, grad_dt)),
-            *(pointer(t) for t in (grad_B, grad_C, grad_last, grad_A, grad_D, grad_h, starts)),
+            *(_Strided.of(t, x.shape) for t in (grad_y, grad_x, grad_dt)),
+            *(pointer(t, n) for t, n in zip(dense, sizes, strict=True)),
         )
         LIBRARY.scan_backward(byref(_scan(x, dt, A, B, C, D, h, resets, real)), byref(gradients))
         grad_B, grad_C = grad_B.to(B.dtype), grad_C.to(C.dtype)
@@ -202,12 +209,13 @@ def _scan(
     resets: Tensor | None,
     real: Tensor | None,
 ) -> _Scan:
+    (batch, length, width), size = x.shape, A.shape[1]
+    maps = (batch, length, size)
     return _Scan(
-        *x.shape,
-        A.shape[1],
-        torch.get_num_threads(),
-        *(_Strided.of(t) for t in (x, dt, B, C)),
-        *(pointer(t) for t in (A, D, h, resets, real)),
+        *(batch, length, width, size, torch.get_num_threads()),
+        *(_Strided.of(t, shape) for t, shape in ((x, x.shape), (dt, x.shape), (B, maps), (C, maps))),
+        *(pointer(A, width * size), pointer(D, width), pointer(h, batch * width * size)),
+        *(pointer(mask, batch * length, torch.bool) for mask in (resets, real)),
     )
 
 
@@ -227,13 +235,14 @@ class _NativeConv(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         y, last = torch.empty(x.shape, dtype=x.dtype), x.new_empty(len(x), len(weight) - 1, len(weight.T))
         call = _conv(x, weight, bias, tail, silu, resets, real)
-        LIBRARY.conv_forward(byref(call), byref(_Strided.of(y)), byref(_Strided.of(last)))
+        LIBRARY.conv_forward(byref(call), byref(_Strided.of(y, x.shape)), byref(_Strided.of(last, last.shape)))
         ctx.save_for_backward(x, weight, bias, tail, resets, real)
         ctx.silu = silu
         ctx.set_materialize_grads(False)
         return y, last
 
     @staticmethod
+    @once("conv backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, tail, resets, real = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
@@ -241,8 +250,10 @@ class _NativeConv(torch.autograd.Function):
         grad_x = torch.empty(x.shape, dtype=x.dtype)
         grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype)
         grad_weight, grad_bias = (weight.new_empty(len(x), *shape) for shape in (weight.shape, weight.shape[1:]))
+        tails = (len(x), len(weight) - 1, x.shape[2])
+        views = ((grad_y, x.shape), (grad_last, tails), (grad_x, x.shape), (grad_tail, tails))
         gradients = _ConvGradients(
-            *(_Strided.of(t) for t in (grad_y, grad_last, grad_x, grad_tail)),
+            *(_Strided.of(t, shape) for t, shape in views),
             *(t.data_ptr() for t in (grad_weight, grad_bias)),
         )
         LIBRARY.conv_backward(byref(_conv(x, weight, bias, tail, ctx.silu, resets, real)), byref(gradients))
@@ -258,13 +269,12 @@ def _conv(
     resets: Tensor | None,
     real: Tensor | None,
 ) -> _Conv:
+    (batch, length, width), reach = x.shape, len(weight)
     return _Conv(
-        *x.shape,
-        len(weight),
-        torch.get_num_threads(),
-        silu,
-        *(_Strided.of(t) for t in (x, tail)),
-        *(pointer(t) for t in (weight, bias, resets, real)),
+        *(batch, length, width, reach, torch.get_num_threads(), silu),
+        *(_Strided.of(t, shape) for t, shape in ((x, x.shape), (tail, (batch, reach - 1, width)))),
+        *(pointer(weight, reach * width), pointer(bias, width)),
+        *(pointer(mask, batch * length, torch.bool) for mask in (resets, real)),
     )
 
 

@@ -38,7 +38,13 @@ class SSDChunked:
         h = h.unflatten(1, shape)  # (B, G, R, P, N), R heads a group
         resets = call.breaks.resets
         if length == 1:
-            y, h = _step(h if resets is None else _fresh(h, resets), *by_time, *constant)
+            h = h if resets is None else _fresh(h, resets)
+            into = _target(call, h.dtype)
+            if into is None:
+                y, h = _step(h, *by_time, *constant)
+            else:
+                y = _step_into(into.unflatten(1, shape), h, *by_time, *constant)
+                return cleared(y.flatten(2, 3), call.breaks.real).to(call.x.dtype), into
         elif resets is None:
             y, h = in_chunks(_chunk, CHUNK, (*by_time, None), constant, h)
         else:
@@ -109,6 +115,23 @@ def _step(h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: 
     h = torch.addcmul(inputs, decay[..., None, None], h)
     y = (h @ C[:, 0, :, None, :, None])[..., 0]
     return torch.addcmul(y, x, D[..., None])[:, None], h
+
+
+def _target(call: SSDCall, dtype: torch.dtype) -> Tensor | None:
+    """``into``, if the last state can be computed right there."""
+    into, given = call.into, (call.x, call.dt, call.A, call.B, call.C, call.D, call.state)
+    if into is None or into is call.state or into.dtype != dtype or not into.is_contiguous():
+        return None
+    return None if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given) else into
+
+
+def _step_into(into: Tensor, h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, D: Tensor) -> Tensor:
+    """``_step`` with the last state in the memory of ``into``: nothing of its size is allocated."""
+    x, dt = x[:, 0], dt[:, 0]
+    torch.mul(h, torch.exp(dt * A)[..., None, None], out=into)
+    into.addcmul_((dt[..., None] * x)[..., None], B[:, 0, :, None, None, :])
+    y = (into @ C[:, 0, :, None, :, None])[..., 0]
+    return torch.addcmul(y, x, D[..., None])[:, None]
 
 
 def _chunk(

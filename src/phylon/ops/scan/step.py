@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phylon.ops.native import pointer
 from phylon.ops.scan.native import LIBRARY
 
 
@@ -33,11 +34,10 @@ class StepCall:
     new_tail: Tensor
     new_state: Tensor
 
-    def tensors(self) -> list[Tensor]:
-        """All that are there, in the order of the source's pointers."""
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All of them, in the order of the source's pointers."""
         given = (self.x, self.z, self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias)
-        own = (self.A_log, self.D, self.tail, self.state, self.new_tail, self.new_state)
-        return [t for t in (*given, *own) if t is not None]
+        return (*given, self.A_log, self.D, self.tail, self.state, self.new_tail, self.new_state)
 
 
 class StepComposed:
@@ -76,18 +76,26 @@ class StepNative:
 
     def supports(self, call: StepCall) -> str | None:
         for t in call.tensors():
+            if t is None:
+                continue
             if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous():
                 return "it takes contiguous float32 tensors on the CPU"
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors())
+        if learns or torch.compiler.is_compiling():
             return "it has no backward pass, and torch.compile cannot look into it"
         return None
 
     def run(self, call: StepCall) -> Tensor:
         y = torch.empty_like(call.x)
-        pointers: list[int | None] = [t.data_ptr() for t in call.tensors()]
-        if call.conv_bias is None:
-            pointers.insert(3, None)
-        sizes = (len(y), y.shape[-1], call.A_log.shape[1], call.dt_proj.shape[1], call.conv_weight.shape[1])
+        batch, width, size, rank, reach = sizes = (
+            len(y), y.shape[-1], call.A_log.shape[1], call.dt_proj.shape[1], call.conv_weight.shape[1],
+        )  # fmt: skip
+        tails, states = batch * (reach - 1) * width, batch * width * size
+        numbers = (
+            *(batch * width, batch * width, width * reach, width, (rank + 2 * size) * width, width * rank, width),
+            *(width * size, width, tails, states, tails, states),
+        )
+        pointers = (pointer(t, n) for t, n in zip(call.tensors(), numbers, strict=True))
         LIBRARY.mamba_step(byref(_Step(*sizes, *pointers, y.data_ptr())))
         return y
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.backward import once
 from phylon.ops.scan.call import ScanCall, cleared, kept, wide
 from phylon.ops.triton import interpreted, unavailable
 
@@ -65,7 +66,7 @@ class _Scan(torch.autograd.Function):
         return y, last
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("scan backend 'triton'")
     def backward(ctx: Any, d_y: Tensor, d_last: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         x, dt, A, B, C, D, keep, starts = ctx.saved_tensors
         (rows, tokens, _), (grid, options) = x.shape, _launch(x, A, keep)

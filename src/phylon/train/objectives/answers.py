@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phylon.data.labelled import Answered, GivesRecords, read_answers
 from phylon.data.passed import usable
-from phylon.generate.finetuned import best_span
+from phylon.generate.finetuned import Answering, best_span, context_spans, remember_answering, windows
 from phylon.layers.heads.classify import Span
 from phylon.model import Model, ModelSpec
 from phylon.ops.loss import Loss
@@ -95,22 +95,20 @@ class Answers(RecordObjective, frozen=True, kw_only=True):
         ``spans`` (T, 2) are the characters of the context that a token is, -1 for what is no context.
         """
         joint = material.text.encode_joint(row.question, row.context)
-        places = [i for i, text in enumerate(joint.texts) if text == 1]
+        places = [text for text in joint.texts if text == 1]
         if not places:
             raise UserError(f"{row.where}: the context gives no tokens")
-        room = material.recipe.data.seq_len - len(joint.ids) + len(places)
-        if room < 1:
-            raise UserError(f"{row.where}: the question alone fills data.seq_len {material.recipe.data.seq_len} tokens")
-        first, last = places[0], places[-1] + 1
-        for at in range(first, last, min(self.stride, room)):
-            end = min(at + room, last)
-            keep = [*range(first), *range(at, end), *range(last, len(joint.ids))]
-            window = joint.keep(keep)
-            spans = np.array([s if t == 1 else (-1, -1) for s, t in zip(window.spans, window.texts, strict=True)])
+        room = material.recipe.data.seq_len
+        if len(joint.ids) - len(places) >= room:
+            raise UserError(f"{row.where}: the question alone fills data.seq_len {room} tokens")
+        for window in windows(joint, room, self.stride):
+            spans = np.array(context_spans(window))
             target = np.array(_columns(spans, row), np.int64)
             yield joint_arrays(window, material.spec, row.where) | {"targets": target, "spans": spans}
-            if end == last:
-                return
+
+    def remember(self, model: Model, recipe: "Recipe") -> None:
+        how = Answering(max_answer=self.max_answer, stride=self.stride, threshold=self.threshold)
+        remember_answering(model, how.replace(max_tokens=recipe.data.seq_len))
 
     def scored(self, spec: ModelSpec, batch: Batch) -> dict[str, int]:
         return {self.head: batch["tokens"].numel()}

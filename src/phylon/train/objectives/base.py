@@ -98,6 +98,10 @@ class Objective(Slot):
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         """Refuse a recipe or a model that this objective cannot train; sizes of the vocabulary are not known yet."""
 
+    def inputs(self, device: str) -> dict[str, str]:
+        """What is read in every step beside the data: a name for messages, and a hash of the content."""
+        return {}
+
     def look(self, source: Source) -> None:
         """Read the first item of the data and refuse what is wrong with it, before anything is computed."""
         if self.reads_text:
@@ -132,6 +136,9 @@ class Objective(Slot):
 
     def begin(self, model: Model) -> None:
         """What is done once to a newly built model (never to a resumed one)."""
+
+    def remember(self, model: Model, recipe: "Recipe") -> None:
+        """What the model, new or resumed, is to keep of this objective: how what it says is to be read."""
 
     def counts(self, batch: Batch) -> dict[str, float]:
         """What each term of ``losses`` is divided by, for a whole batch; the first is the main term."""

@@ -11,12 +11,15 @@ from torch import Tensor
 from phylon import hub
 from phylon.account.flops import Pass, flops_of_pass
 from phylon.data import Source
+from phylon.data.documents import digest
 from phylon.model import GenerationDefaults, Model, ModelSpec, Output
 from phylon.ops.loss import IGNORE, Loss
+from phylon.spec import to_data
 from phylon.spec.base import Mechanism
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register
 from phylon.text import Tokenizer
+from phylon.train.batches import hash_of
 from phylon.train.checkpoint import model_tensors
 from phylon.train.objectives.base import Batch, Feed, Material, Objective, n_learned
 from phylon.train.objectives.denoising import Denoising
@@ -61,6 +64,8 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         self.task.check(recipe, spec)
+        for cached in (teacher_of, _teacher_spec):  # by an earlier run of this process: it may be another one since
+            cached.cache_clear()
         found = hub.describe(self.teacher).spec
         for name in ("encoder", "decoder"):
             if (getattr(found, name) is None) != (getattr(spec, name) is None):
@@ -78,6 +83,11 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
         room, own = getattr(head, "vocab_size", None), getattr(next(iter(spec.heads.values())), "vocab_size", None)
         if room != own:
             raise UserError(f"the teacher scores {room} tokens and the student {own}: set model.vocab_size to {room}")
+
+    def inputs(self, device: str) -> dict[str, str]:
+        teacher = teacher_of(self.teacher, device)
+        content = f"{digest(to_data(teacher.spec))}-{hash_of([model_tensors(teacher)])}"
+        return self.task.inputs(device) | {f"the teacher '{self.teacher}'": content}
 
     def look(self, source: Source) -> None:
         self.task.look(source)
@@ -186,7 +196,7 @@ def _teacher_spec(name: str) -> ModelSpec:
 
 @lru_cache(maxsize=1)
 def teacher_of(name: str, device: str) -> Model:
-    """The teacher, loaded once, without gradients, in evaluation mode."""
+    """The teacher, loaded once a run, without gradients, in evaluation mode."""
     model = hub.load(name, device=device, dtype="float32")
     model.requires_grad_(False)
     return model.eval()

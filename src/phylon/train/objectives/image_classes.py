@@ -11,7 +11,7 @@ from phylon.data import Loader, Source
 from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
 from phylon.data.images import ImageArrays, ImageFolder, Images
-from phylon.data.passed import policy, usable
+from phylon.data.passed import policy, refused, usable
 from phylon.data.split import held_out_names
 from phylon.layers.embeddings.patches import PatchEmbed
 from phylon.layers.heads.classify import Classify
@@ -130,12 +130,13 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
         if share and (not len(rows[0]) or not len(rows[1])):
             raise UserError(f"{len(images)} images are too few to hold out a share of {share:g} of them")
         material.say(f"{len(rows[0]):,} training and {len(rows[1]):,} held-out images of {len(images.classes)} classes")
-        loader = Loader(_Chosen(images, rows[0], self, run.seed), run.batch_size, run.seed)
+        source = material.training
+        loader = Loader(_Chosen(source, images, rows[0], self, run.seed), run.batch_size, run.seed)
         numbers = images.classes == tuple(map(str, range(len(images.classes))))  # folders go by name: 0, 1, 10, 2
         labels = {self.head: () if numbers else images.classes}
         if not share:
             return Feed(loader, labels=labels)
-        kept = _Chosen(images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)
+        kept = _Chosen(source, images, np.array(spread(rows[1].tolist(), run.eval_rows)), self, None)
         return Feed(loader, lambda: kept.batches(EVAL_IMAGES), labels=labels)
 
     def counts(self, batch: Batch) -> dict[str, float]:
@@ -177,8 +178,10 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
 class _Chosen:
     """Some of the images as examples; changed at random where there is a ``seed``."""
 
-    def __init__(self, images: Images, rows: np.ndarray, objective: ImageClasses, seed: int | None) -> None:
-        self.images, self.rows, self.objective, self.seed = images, rows, objective, seed
+    def __init__(
+        self, source: object, images: Images, rows: np.ndarray, objective: ImageClasses, seed: int | None
+    ) -> None:
+        self.source, self.images, self.rows, self.objective, self.seed = source, images, rows, objective, seed
         self.shape = tuple(objective.pixels(images.pixels(int(rows[0]))).shape)
 
     @property
@@ -189,7 +192,13 @@ class _Chosen:
         return len(self.rows)
 
     def example(self, index: int, epoch: int) -> dict[str, np.ndarray]:
-        number, augment = int(self.rows[index]), self.objective.augment
+        try:
+            return self._example(int(self.rows[index]), epoch)
+        except UserError as problem:
+            raise refused(self.source, problem) from None
+
+    def _example(self, number: int, epoch: int) -> dict[str, np.ndarray]:
+        augment = self.objective.augment
         pixels = self.images.pixels(number)
         if augment is not None and self.seed is not None:
             pixels = augment(pixels, self.seed, epoch, number)

@@ -13,6 +13,7 @@ from phylon.data.passed import usable
 from phylon.data.table import text_of
 from phylon.data.weighed import weight_of
 from phylon.generate import beam_search, generate
+from phylon.generate.encode import batches
 from phylon.model import GenerationDefaults, Model, ModelSpec
 from phylon.ops.loss import IGNORE, Loss, cross_entropy
 from phylon.spec.errors import UserError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from phylon.train.recipe import Recipe
 
 N_SAMPLES = 4
+MORE = 50  # tokens that a translation may be longer than its source (section 6.1)
 
 
 class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
@@ -185,21 +187,30 @@ class Translation(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         # In fp32 also where the evaluation is autocast: a state keeps what the first call gave it.
         with torch.autocast(model.device.type, enabled=False):
             if self.n_beams == 1:
-                most = max(map(len, sources)) + 50
-                rows = generate(model, sources, max_new_tokens=most, temperature=0, logprobs=False)
-                kept = [row["tokens"][: len(source) + 50] for row, source in zip(rows, sources, strict=True)]
-                return [model.tokenizer.decode(tokens, skip_special=True).strip() for tokens in kept]
+                return self._greedy(model, sources)
             found = []
             for source in sources:
                 best = beam_search(
                     model,
                     [source],
                     n_beams=self.n_beams or 1,
-                    max_new_tokens=len(source) + 50,
+                    max_new_tokens=len(source) + MORE,
                     length_penalty=self.length_penalty,
                 )
                 found.append((best[0][0]["text"] or "").strip())
             return found
+
+    def _greedy(self, model: Model, sources: list[list[int]]) -> list[str]:
+        """In batches of as many tokens, read and written, as a batch of the training may hold."""
+        found = [""] * len(sources)
+        for chosen in batches([2 * len(source) + MORE for source in sources], self.max_tokens):
+            read = [sources[i] for i in chosen]
+            most = max(map(len, read)) + MORE
+            rows = generate(model, read, max_new_tokens=most, temperature=0, logprobs=False)
+            for i, row in zip(chosen, rows, strict=True):
+                kept = row["tokens"][: len(sources[i]) + MORE]
+                found[i] = model.tokenizer.decode(kept, skip_special=True).strip()
+        return found
 
     def _samples(self, model: Model, sources: list[list[int]]) -> list[str]:
         said = self.translate(model, sources)

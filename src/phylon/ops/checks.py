@@ -1,0 +1,47 @@
+"""What calls of all ops ask of their tensors before a backend sees them: shapes and dtypes."""
+
+import torch
+from torch import Tensor
+
+from phylon.spec.errors import UserError
+
+
+def check_shapes(op: str, **wanted: tuple[Tensor | None, tuple[int, ...]]) -> None:
+    """Refuse tensors that are not of the shapes wanted, by name; ``None`` fits."""
+    for name, (tensor, shape) in wanted.items():
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(f"{op} shapes do not fit: {name} is {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def check_floats(op: str, **tensors: Tensor | None) -> None:
+    """Refuse integers, booleans and complex numbers, which backends would cut off in silence."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_floating_point():
+            raise UserError(f"{op} takes floating-point numbers, {name} is {str(tensor.dtype).removeprefix('torch.')}")
+
+
+def check_rank(op: str, tensor: Tensor, rank: int, what: str) -> None:
+    """Refuse a tensor of another number of dimensions, or with an empty one."""
+    if tensor.ndim != rank or 0 in tensor.shape:
+        raise UserError(f"{op} takes {what}, none of them 0, got {tuple(tensor.shape)}")
+
+
+def check_map(op: str, name: str, maps: tuple[Tensor, Tensor | None], x: Tensor | None, width: int = 0) -> None:
+    """Refuse a linear map, a weight (out, in) and a bias (out,), that does not fit ``x`` (..., in) or ``width``."""
+    weight, bias = maps
+    if x is not None:
+        if x.ndim == 0 or not x.is_floating_point():
+            raise UserError(f"{op} takes floating-point numbers (..., D), got {tuple(x.shape)} of {x.dtype}")
+        width = x.shape[-1]
+    if weight.ndim != 2 or weight.shape[1] != width:
+        raise UserError(f"{op} shapes do not fit: {name} is {tuple(weight.shape)}, expected (any, {width})")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise UserError(
+            f"{op} shapes do not fit: the bias of {name} is {tuple(bias.shape)}, expected ({weight.shape[0]},)"
+        )
+
+
+def may_ask(tensor: Tensor) -> bool:
+    """Whether its values may be looked at: on a GPU that would cost a synchronisation, and tracers have none."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return tensor.device.type == "cpu" and not traced
