@@ -168,7 +168,12 @@ def test_a_value_that_differs_exits_with_1(tmp_path):
     done, data = run(folder, "--reference", str(mine))
     assert done.exit_code == 1
     failing = [c["name"] for c in data["cells"] if c["passed"] is False]
-    assert failing == ["reference", "reference:heads.class.logits"]
+    assert failing == [
+        "reference",
+        "reference:heads.class.logits",
+        "reference_other_size",
+        "reference_other_size:heads.class.logits",
+    ]
 
 
 def test_without_the_test_extra(tmp_path, monkeypatch):

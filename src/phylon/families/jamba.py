@@ -151,6 +151,11 @@ def read_config(config: Config) -> ModelSpec:
 
 def write_config(spec: ModelSpec) -> dict[str, Any]:
     stack = decoder_of(spec)
+    for block in stack.blocks:
+        if set(block.ops()) not in ({"attn", "ffn"}, {"mixer", "ffn"}):
+            raise UserError(
+                f"this format needs attn or mixer, and ffn, in every block; one has {', '.join(block.ops())}"
+            )
     places = [i for i, block in enumerate(stack.blocks) if "attn" in block.ops()]
     # Sizes that no block has, where all mix in one way.
     attention = Attention(n_heads=1, n_kv_heads=1, head_dim=stack.d_model)
