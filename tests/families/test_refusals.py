@@ -28,11 +28,12 @@ def test_the_key_is_named(name: str) -> None:
         if isinstance(value, bool) or key in AS_SAID:
             continue
         for bad in BAD.get(type(value), ()):
-            config = Config(said | {key: bad}, "there")
+            config = None
             try:
+                config = Config(said | {key: bad}, "there")
                 found.hf.read(config)
             except UserError as error:
-                message = str(config.blame(error))
+                message = str(error if config is None else config.blame(error))
                 named = {key, BESIDE.get(key, key), "sparse_step", "sparse number of blocks"}
                 assert message.startswith("there"), message
                 assert "\n" not in message

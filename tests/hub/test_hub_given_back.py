@@ -174,7 +174,8 @@ def test_what_has_changed_is_said_and_the_rest_kept(tmp_path: Path) -> None:
 
 def test_a_sampler_that_is_turned_off_stays_off(tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "a", TINY, temperature=0.2, do_sample=True)
-    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 0.5, "num_beams": 1}))
+    asked = {"do_sample": True, "temperature": 0.2, "top_p": 0.5, "num_beams": 1}
+    (folder / "generation_config.json").write_text(json.dumps(asked))
     model = load(folder, device="cpu")
     assert (model.generation.temperature, model.generation.top_p) == (0.2, 0.5)
     for changes in ({"temperature": None}, {"temperature": None, "top_p": None}, {"top_k": 7}):

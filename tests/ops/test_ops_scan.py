@@ -334,7 +334,7 @@ def test_a_reset_at_padding_is_none(op: str) -> None:
             assert torch.equal(ours, theirs), name
 
 
-class _Largest(TorchDispatchMode):
+class _LargestPiece(TorchDispatchMode):
     """The bytes of the largest piece of memory that an operation made."""
 
     def __init__(self, *known: Tensor) -> None:
@@ -356,7 +356,7 @@ def test_a_step_of_ssd_allocates_nothing_of_the_states_size(dtype: torch.dtype) 
     inputs = [*(t.to(dtype) for t in (x, dt.abs())), -A.abs(), *(t.to(dtype) for t in (B, C)), D]
     state = torch.randn(2, 4, 32, 64, generator=g)
     into, plain = torch.empty_like(state), ssd_scan(*inputs, state=state, backend="reference")
-    with torch.no_grad(), _Largest(state, into, *inputs) as made:
+    with torch.no_grad(), _LargestPiece(state, into, *inputs) as made:
         y, last = ssd_scan(*inputs, state=state, into=into)
     assert last is into
     assert made.bytes < into.untyped_storage().nbytes() / 8

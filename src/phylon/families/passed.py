@@ -34,7 +34,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _is_label_table(value: Any) -> bool:
-    return isinstance(value, dict) and all(key.strip().removeprefix("-").isdecimal() for key in value)
+    return isinstance(value, dict) and all(str(key).strip().removeprefix("-").isdecimal() for key in value)
 
 
 def _are_ids(value: Any) -> bool:
@@ -79,13 +79,12 @@ _KEYS: dict[Kind, str] = {
     SIZE: "chunk_size encoder_stride n_positions num_beam_groups num_beams num_return_sequences pooler_output_size",
     NUMBER: """
         diversity_penalty encoder_repetition_penalty epsilon_cutoff eta_cutoff guidance_scale length_penalty
-        penalty_alpha repetition_penalty router_aux_loss_coef router_z_loss_coef temperature time_step_scale top_p
-        typical_p
+        penalty_alpha repetition_penalty temperature top_p typical_p
     """,
-    SPREAD: "init_std initializer_factor initializer_range time_step_floor",
+    SPREAD: "init_std initializer_factor router_aux_loss_coef router_z_loss_coef time_step_floor time_step_scale",
     SHARE: """
         attention_probs_dropout_prob classifier_dropout decoder_layerdrop embedding_fraction encoder_layerdrop
-        hidden_dropout_prob summary_first_dropout
+        hidden_dropout_prob initializer_range summary_first_dropout
     """,
     TABLE: "label2id task_specific_params",
     LIST: "bad_words_ids exponential_decay_length_penalty force_words_ids",

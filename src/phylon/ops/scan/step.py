@@ -81,7 +81,7 @@ class StepNative:
                 return "it takes contiguous float32 tensors on the CPU"
         learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors())
         if learns or torch.compiler.is_compiling():
-            return "it has no backward pass, and torch.compile cannot look into it"
+            return "no backward pass, nothing for torch.compile"
         return None
 
     def run(self, call: StepCall) -> Tensor:
