@@ -10,13 +10,13 @@ import torch
 from objective_toys import tiny
 
 from phylon.account import account
-from phylon.data import Loader
+from phylon.data import Document, Loader
 from phylon.families import build_spec
 from phylon.spec import UserError
 from phylon.train import load_recipe, train
 from phylon.train.footprint import RowCost, row_cost
 from phylon.train.forecast import _steps, estimate
-from phylon.train.prepare import check, prepare
+from phylon.train.prepare import Sample, check, prepare
 from phylon.train.recipe import apply_overrides
 
 SIZES = {"model.d_model": 64, "model.n_layers": 2, "model.d_ff": 128, "model.n_kv_heads": 4, "data.seq_len": 64}
@@ -199,3 +199,19 @@ def test_the_command_line_says_it_and_leaves_nothing(tmp_path, capsys):
     assert not out.exists()
     assert main(["train", "demo", "--estimate", "--device", "cpu", *sets, "--set", "run.stepz=3"]) == 2
     assert torch.get_num_threads() >= 1
+
+
+def test_one_long_document_is_enough_to_look_at(tmp_path):
+    """A first document beyond the sample: its beginning, with the weights of its parts."""
+    (tmp_path / "plays.txt").write_text("To be, or not to be: that is the question. é\n" * 9000)
+    found = estimate(recipe(**{"data.source": str(tmp_path / "plays.txt"), "data.max_bytes": None}), device="cpu")
+    assert found.rows_that_fit > 100
+    first = Document("é" * 100, "a", ((10, 0.0), (50, 2.0), (40, 1.0)))
+    others = Sample(ListSource([first, Document("b", "b")]), 120)
+    assert list(others.documents()) == [Document("é" * 30, "a", ((10, 0.0), (20, 2.0)))]
+    assert list(Sample(ListSource([first, Document("b", "b")]), 220).documents()) == [first, Document("b", "b")]
+
+
+class ListSource(list):
+    def documents(self):
+        yield from self

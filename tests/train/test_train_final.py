@@ -5,8 +5,11 @@ import torch
 from objective_toys import tiny
 
 from phylon.spec import UserError
+from phylon.spec.registry import entries
 from phylon.train import read_metrics, train
-from phylon.train.checkpoint import checkpoints, load_checkpoint, step_of
+from phylon.train.checkpoint import Best, checkpoints, load_checkpoint, step_of
+from phylon.train.final import better
+from phylon.train.objectives import Objective
 
 
 def run(folder, **options):
@@ -68,3 +71,17 @@ def test_the_best_needs_held_out_data(tmp_path):
     recipe = recipe.replace(data=recipe.data.replace(held_out=0.0), run=recipe.run.replace(best="loss"))
     with pytest.raises(UserError, match=r"run.best = 'loss' needs held-out data"):
         train(recipe, out=tmp_path, device="cpu")
+
+
+def test_of_every_measure_it_is_known_whether_less_is_better():
+    """A loss that was maximised would keep the worst weights without a word."""
+    losses = {"loss", "nll", "mse", "perplexity", "lm", "mlm", "nsp", "soft"}
+    scores = {"accuracy", "mlm_accuracy", "nsp_accuracy", "f1", "exact", "exact_match", "pearson", "spearman", "bleu"}
+    scores |= {"retrieval"}
+    found = {name for entry in entries(Objective) for case in entry.cases() for name in case.measured() or ()}
+    assert {name.rpartition(".")[2] for name in found} <= losses | scores
+    assert {"lm", "mlm", "nsp", "soft", "accuracy"} <= found
+    for name in found:
+        before = Best(step=1, value=2.0)
+        less, more = (better(name, {name: value}, before, 2) for value in (1.0, 3.0))
+        assert (less is not None) == (more is None) == (name.rpartition(".")[2] in losses), name

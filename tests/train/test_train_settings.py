@@ -87,6 +87,9 @@ def test_values_that_only_agree_together_may_come_in_any_order(turned):
         for path, value in changes.items():
             table, key = path.split(".")
             assert data[table].get(key) == (value if key != "pairs" else {"kind": value, "random": 0.5})
+    whole = {"model": {"family": "llama", "d_model": 32}, "model.vocab_size": 10}
+    model = load_recipe("demo", dict(reversed(whole.items())) if turned else whole).model
+    assert model == {"family": "llama", "d_model": 32, "vocab_size": 10}
     assert load_recipe("translation", {"run.accumulate": 30}).run.accumulate == 30, "its batches have no fixed rows"
 
 

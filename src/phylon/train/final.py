@@ -13,7 +13,8 @@ from phylon.train.average import average_checkpoints
 from phylon.train.checkpoint import Best, RunState, checkpoints, open_part, scheduled, step_of
 from phylon.train.recipe import Recipe, RunRecipe
 
-SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity")
+SMALLER_IS_BETTER = ("loss", "nll", "mse", "perplexity", "lm", "mlm", "nsp", "soft")
+"""Everything else that is measured is a share, a correlation or a score, of which more is better."""
 
 
 def with_epochs(recipe: Recipe, loader: Batches) -> Recipe:

@@ -16,7 +16,7 @@ from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
-from phylon.train.prepare import PROVISIONAL_VOCAB, prepare, recipe_source
+from phylon.train.prepare import PROVISIONAL_VOCAB, Sample, prepare, recipe_source
 from phylon.train.pretrained import apply_tune
 from phylon.train.recipe import Recipe, model_spec, with_values
 from phylon.train.vocabulary import Loaded
@@ -196,7 +196,8 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
         if objective.reads_text:
             # A batch by tokens must find as many in the sample as it may hold.
             enough = SAMPLE_BYTES if not objective.by_tokens else max(SAMPLE_BYTES, 16 * objective.most_tokens(recipe))
-            small["data.max_bytes"] = min(enough, recipe.data.max_bytes or enough)
+            if recipe.data.max_bytes is None or recipe.data.max_bytes > enough:
+                source = Sample(recipe_source(recipe.data) if source is None else source, enough)
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = with_values(recipe, small)

@@ -1,6 +1,7 @@
 """From a recipe to what the loop needs: tokenizer, batches, model."""
 
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,6 +160,25 @@ class Limited:
                     raise UserError(f"data.max_bytes {self.max_bytes} is below the size of the first document")
                 return
             yield item
+
+
+class Sample(Limited):
+    """A small part of a source to look at: of a first document beyond ``max_bytes`` its beginning."""
+
+    def documents(self) -> Iterator[Document]:
+        first = next(iter(self.source.documents()))
+        if len(first.text.encode()) <= self.max_bytes:
+            yield from super().documents()
+            return
+        left = self.max_bytes // 4  # characters: none is longer than four bytes
+        ends = accumulate(length for length, _ in first.weights)
+        weights = [(min(length, left - end + length), w) for (length, w), end in zip(first.weights, ends, strict=True)]
+        yield Document(first.text[:left], first.name, tuple(part for part in weights if part[0] > 0))
+
+    def records(self) -> Iterator[Record]:
+        first = next(iter(self.source.records()))
+        large = sum(map(_size, first.fields.values())) > self.max_bytes
+        yield from [first] if large else super().records()
 
 
 def _size(value: object) -> int:

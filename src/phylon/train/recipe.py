@@ -261,15 +261,17 @@ def apply_overrides(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def with_values(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
-    """``recipe`` with every dotted path set, in any order. Below ``model`` a new key is a builder's argument, checked
-    there."""
-    model = dict(recipe.model)
+    """``recipe`` with every dotted path set, in any order, a whole ``model`` before what lies below it. There a new key
+    is a builder's argument, checked there."""
     rest: dict[str, Any] = {}
+    if "model" in overrides:
+        recipe = override(recipe, {"model": overrides["model"]})
+    model = dict(recipe.model)
     for path, value in overrides.items():
         head, _, inner = path.partition(".")
         if head == "model" and inner:
             _set_model(model, inner, value)
-        else:
+        elif path != "model":
             rest[path] = value
     return _in_some_order(recipe.replace(model=model), rest)
 
