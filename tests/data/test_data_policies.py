@@ -4,6 +4,7 @@ import datetime
 import gzip
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -198,3 +199,18 @@ def test_every_source_of_many_items_has_the_policies():
     assert [d.text for d in Texts(("a", "", "b")).documents()] == ["a", "b"]
     with pytest.raises(UserError, match="text:1 is empty"):
         list(Texts(("a", "", "b"), empty="refuse").documents())
+
+
+def test_a_file_that_cannot_be_opened_is_passed_over_by_all_who_look(tmp_path: Path) -> None:
+    """By the sums of the files too, which tell a run whether its data have changed."""
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    source = TextFolder(path=str(tmp_path))
+    with pytest.raises(UserError, match=r"cannot read .*b\.txt.*; data.source.unreadable=skip passes over"):
+        list(source.documents())
+    lenient = source.replace(unreadable="skip")
+    assert [document.text for document in lenient.documents()] == ["one"]
+    before = lenient.fingerprint()
+    (tmp_path / "nowhere").write_text("two")
+    assert lenient.fingerprint() != before
+    assert [document.text for document in lenient.documents()] == ["one", "two"]

@@ -89,7 +89,9 @@ def test_a_refusal_names_the_key_also_where_a_whole_number_became_a_float() -> N
     assert str(config.blame(UserError("eps must be above 0, got 0.0"))).endswith("(from 'rms_norm_eps')")
 
 
-PUBLISHED = {
+PUBLISHED: dict[str, dict[str, object]] = {
+    "roberta": {"language": "english", "name": "Roberta", "sbert_ce_default_activation_function": "x.Identity"},
+    "bert": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "4.1.0"}},
     "gpt2": {"n_special": 0, "predict_special_tokens": True},
     "switch": {"feed_forward_proj": "relu", "is_gated_act": False},
     "jamba": {"calc_logits_for_entire_prompt": False, "n_ctx": 262144},
@@ -123,6 +125,17 @@ def test_keys_of_published_files_that_say_nothing_are_passed_over(name: str) -> 
     config = Config(said | PUBLISHED[name], "there")
     assert hf.read(config) == hf.read(Config(said, "there"))
     config.finish()
+
+
+def test_keys_of_the_first_code_for_yarn_are_passed_over() -> None:
+    hf = FORMATS["llama"].hf
+    assert hf is not None
+    said = hf.write(FORMATS["llama"].cases()[0])
+    said = {key: value for key, value in said.items() if not key.startswith("rope_")}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    more = {"finetuned": True, "attn_factor": 0.8782488562869419}
+    read = [hf.read(Config(said | {"rope_scaling": table}, "there")) for table in (yarn, yarn | more)]
+    assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("change", [{"feed_forward_proj": "gated-gelu"}, {"is_gated_act": True}])

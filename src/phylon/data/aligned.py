@@ -30,7 +30,7 @@ class Aligned(Policies, frozen=True, kw_only=True):
             raise UserError(f"'{self.source}' holds no text")
 
     def fingerprint(self) -> str:
-        return digest("aligned", self.empty, self.unreadable, file_sums(self.files()))
+        return digest("aligned", self.empty, self.unreadable, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         sides = {"source": Path(self.source), "target": Path(self.target)}

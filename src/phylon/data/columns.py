@@ -58,7 +58,7 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
             raise UserError(f"'{self.path}' holds no rows")
 
     def fingerprint(self) -> str:
-        return digest("parquet", self._what, file_sums(self.files()))
+        return digest("parquet", self._what, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         root = Path(self.path).expanduser()
@@ -96,7 +96,7 @@ class HFDataset(_Columns, frozen=True, kw_only=True, tag="hf_dataset"):
         yield from usable(self, range(len(rows)), record)
 
     def fingerprint(self) -> str:
-        return digest("hf_dataset", self._what, self.split, file_sums(self.files()))
+        return digest("hf_dataset", self._what, self.split, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         root = Path(self.path).expanduser()

@@ -97,10 +97,11 @@ def digest(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def file_sums(files: Iterable[tuple[str, Path]]) -> list[tuple[str, int, str]]:
+def file_sums(files: Iterable[tuple[str, Path]], unreadable: str | None = "refuse") -> list[tuple[str, int, str]]:
     """Name, bytes and checksum of the content of each file: a fingerprint that neither a touch nor a move changes.
 
-    The files are read whole, once in a process, which is far below what it takes to decode or to tokenise them.
+    The files are read whole, once in a process, which is far below what it takes to decode or to tokenise them. One
+    that cannot be read is refused, or with ``unreadable`` = "skip" known by that.
     """
     sums = []
     for name, path in files:
@@ -108,7 +109,9 @@ def file_sums(files: Iterable[tuple[str, Path]]) -> list[tuple[str, int, str]]:
             status = path.stat()
             sums.append((name, status.st_size, _content(str(path.resolve()), status.st_size, status.st_mtime_ns)))
         except OSError as error:
-            raise UserError(f"cannot read '{path}': {error.strerror}") from error
+            if unreadable != "skip":
+                raise UserError(f"cannot read '{path}': {error.strerror}") from error
+            sums.append((name, -1, "cannot be read"))
     return sums
 
 

@@ -94,7 +94,7 @@ class TextFolder(Policies, frozen=True, kw_only=True, tag="folder"):
 
     def fingerprint(self) -> str:
         policies = (self.empty, self.unreadable)
-        return digest("folder", self.patterns, policies, file_sums(self.files()))
+        return digest("folder", self.patterns, policies, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         return [(name, path) for path, name in self._files()]
@@ -154,7 +154,7 @@ class JsonLines(Policies, frozen=True, kw_only=True, tag="jsonl"):
 
     def fingerprint(self) -> str:
         what = (self.field, self.weight, self.empty, self.unreadable)
-        return digest("jsonl", what, file_sums(self.files()))
+        return digest("jsonl", what, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         return [(Path(self.path).name, Path(self.path))]

@@ -75,7 +75,7 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
 
     def fingerprint(self) -> str:
         what = (self.columns, self.format, self.empty, self.unreadable)
-        return digest("table", what, file_sums(self.files()))
+        return digest("table", what, file_sums(self.files(), self.unreadable))
 
     def files(self) -> list[tuple[str, Path]]:
         return [(Path(self.path).name, Path(self.path))]

@@ -73,6 +73,10 @@ NEUTRAL = frozenset(
         "unsloth_version",
         "transformers.js_config",
         "custom_pipelines",
+        "language",
+        "name",
+        "sentence_transformers",
+        "sbert_ce_default_activation_function",
     ]
 )
 """Bookkeeping, training-only and task defaults. Special ids are read apart, as generation defaults."""

@@ -96,6 +96,7 @@ def _read_scaling(table: Config, theta: float, max_seq_len: int) -> RopeScaling 
             table.number(key) if table.take(key, None) is not None else None
             for key in ("attention_factor", "mscale", "mscale_all_dim")
         )
+        table.ignore("finetuned", "attn_factor")  # of the first code for YaRN; the reference reads neither
         if attention is None and mscale and mscale_all:
             attention = _mscale(factor, mscale) / _mscale(factor, mscale_all)
         return YarnScaling(

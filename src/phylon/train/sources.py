@@ -6,6 +6,7 @@ import msgspec
 
 from phylon.data import Source
 from phylon.data.documents import file_sums
+from phylon.data.passed import policy
 from phylon.train.report import write_text
 from phylon.train.session import OtherData
 
@@ -47,4 +48,4 @@ def _listed(names: list[str]) -> str:
 
 def _sums(source: Source) -> dict[str, str]:
     files = source.files() if hasattr(source, "files") else []
-    return {name: total for name, _, total in file_sums(files)}
+    return {name: total for name, _, total in file_sums(files, policy(source, "unreadable"))}
