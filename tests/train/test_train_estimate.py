@@ -1,5 +1,6 @@
 """What a run will need: memory against a measured peak, FLOPs, the best size, and batches that cannot fit."""
 
+import math
 import os
 import subprocess
 import sys
@@ -12,12 +13,16 @@ from objective_toys import tiny
 from phylon.account import account
 from phylon.data import Document, Loader
 from phylon.families import build_spec
+from phylon.hub import load
+from phylon.model import build_meta
 from phylon.spec import UserError
 from phylon.train import load_recipe, train
-from phylon.train.footprint import RowCost, row_cost
-from phylon.train.forecast import _steps, estimate
+from phylon.train.footprint import RowCost, _group_free, row_cost
+from phylon.train.forecast import _rough_bytes, _state_bytes, _steps, check_fits, estimate
 from phylon.train.prepare import Sample, check, prepare
-from phylon.train.recipe import apply_overrides
+from phylon.train.progress import _smooth
+from phylon.train.recipe import apply_overrides, model_spec
+from phylon.train.world import World, join_world
 
 SIZES = {"model.d_model": 64, "model.n_layers": 2, "model.d_ff": 128, "model.n_kv_heads": 4, "data.seq_len": 64}
 SMALL = SIZES | {"data.tokenizer.vocab_size": 300, "data.max_bytes": 200_000, "run.max_minutes": None, "run.steps": 100}
@@ -128,6 +133,102 @@ def test_a_batch_that_cannot_fit_is_refused_before_it_is_tried(tmp_path, monkeyp
         train(recipe(), out=tmp_path / "other", device="cpu")
 
 
+def test_a_model_that_fits_in_shards_alone_is_let_through(monkeypatch):
+    """Of shards, and of processes that share one machine's memory, each counts its own; one too many is refused."""
+    sharded = recipe(**{"run.parallel": "fsdp", "run.batch_size": 8, "run.ema": 0.9})
+    alone, four = estimate(sharded, device="cpu"), estimate(sharded, device="cpu", world=World(size=4))
+    for part in ("weights_bytes", "gradients_bytes", "optimizer_bytes", "mean_bytes"):
+        assert getattr(four, part) == getattr(alone, part) / 4
+    assert alone.exchange_bytes == 0 < four.exchange_bytes < 5 * alone.weights_bytes
+    assert "exchange of processes" in four.page()
+
+    spread = sharded.replace(model=sharded.model | {"n_layers": 24})
+    shape = build_meta(model_spec(spread, 300))
+    whole, held = (sum(_state_bytes(spread, shape, World(size=n)).values()) for n in (1, 16))
+    weights = _state_bytes(spread, shape, World())["weights_bytes"]
+    assert max(held, weights) < 0.5 * whole
+    monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 1.1 * max(held, weights))
+    check_fits(spread, None, "cpu", World(size=16))
+    for world in (World(), World(size=16, local_size=2)):
+        with pytest.raises(UserError, match="are free" + (" for each of 2 processes;" if world.size > 1 else ";")):
+            check_fits(spread, None, "cpu", world)
+    monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 0.9 * weights)
+    with pytest.raises(UserError, match="choose a smaller model, or LoRA"):  # it is made whole
+        check_fits(spread, None, "cpu", World(size=10**6))
+
+
+def test_processes_of_one_machine_share_its_memory(monkeypatch):
+    alone, two = estimate(recipe(), device="cpu"), estimate(recipe(), device="cpu", world=World(size=2))
+    assert two.exchange_bytes == two.gradients_bytes == alone.gradients_bytes, "the buckets of DDP"
+    monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 1e9)
+    assert estimate(recipe(), device="cpu", world=World(size=8, local_size=4)).free_bytes == 0.25e9
+    monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 3 * alone.total_bytes)
+    check_fits(recipe(), None, "cpu", World(size=2))
+    with pytest.raises(UserError, match="are free for each of 4 processes"):
+        check_fits(recipe(), None, "cpu", World(size=4, local_size=4))
+
+
+def test_a_process_knows_how_many_share_its_machine(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    for key, value in {"WORLD_SIZE": 8, "RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
+        monkeypatch.setenv(key, str(value))
+    assert join_world("cpu") == (World(5, 8, 1, 4), "cpu")
+
+
+def test_a_teacher_is_in_the_estimate(monkeypatch):
+    made = tiny("distillation")
+    size = sum(p.numel() for p in load(made.objective.teacher, device="cpu").parameters())
+    found = estimate(made, device="cpu")
+    assert found.objective_bytes == 4 * size > found.weights_bytes / 10
+    assert "held by the objective" in found.page()
+    rest = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes
+    monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: rest + 2 * size)
+    with pytest.raises(UserError, match="choose a smaller model, or LoRA"):
+        check_fits(made, None, "cpu", World())
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "limit", "used", "cache", "unlimited"),
+    [
+        ("0::/", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "max"),
+        (
+            "4:cpu,memory:/", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+            "total_inactive_file", str(2**63 - 4096),
+        ),
+    ],
+)  # fmt: skip
+def test_the_memory_of_control_groups(tmp_path, line, top, limit, used, cache, unlimited):
+    """The least of the groups on the way counts, and cache that is not in use is free."""
+
+    def group(path, most, now, reclaimable):
+        folder = tmp_path / top / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / limit).write_text(f"{most}\n")
+        (folder / used).write_text(f"{now}\n")
+        (folder / "memory.stat").write_text(f"anon 5\nactive_file 7\n{cache} {reclaimable}\n")
+
+    assert _group_free(tmp_path) == float("inf")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"1:name=systemd:/x\n{line}outer/inner\n")
+    assert _group_free(tmp_path) == float("inf")
+    group("", 1000, 900, 300)  # of a container, whose path is that of the machine
+    assert _group_free(tmp_path) == 400
+    group("outer", 500, 250, 20)
+    group("outer/inner", unlimited, 200, 20)
+    group("other", 10, 0, 0)
+    assert _group_free(tmp_path) == 270
+    group("outer/inner", 210, 200, 20)
+    assert _group_free(tmp_path) == 30
+    group("outer/inner", 100, 200, 20)
+    assert _group_free(tmp_path) == 0
+
+
+def test_the_shown_loss_recovers_from_one_that_was_no_number():
+    for bad in (math.inf, -math.inf, math.nan):
+        assert _smooth(_smooth(2.0, bad), 3.0) == 3.0
+    assert _smooth(2.0, 3.0) == pytest.approx(2.1)
+
+
 @pytest.mark.slow
 def test_the_estimate_is_what_a_run_takes(tmp_path):
     """Peak resident memory of a whole run beyond an idle one, against the estimate of what its tensors take."""
@@ -215,3 +316,11 @@ def test_one_long_document_is_enough_to_look_at(tmp_path):
 class ListSource(list):
     def documents(self):
         yield from self
+
+
+def test_the_rough_bound_sees_what_is_wide():
+    """What it lets through is not measured: feed-forward networks far wider than the model, and many experts."""
+    wide = recipe(**{"model.d_ff": 32_768, "model.d_model": 32, "model.n_heads": 4, "run.batch_size": 64})
+    shape = build_meta(model_spec(wide, 300))
+    tokens = 64 * wide.data.seq_len
+    assert _rough_bytes(wide, shape, World()) > 4 * tokens * 2 * 5 * 32_768, "gate, up and hidden values with gradients"

@@ -156,7 +156,9 @@ class _FolderImages(Images):
     @cached_property
     def fingerprint(self) -> str:
         """Of the content of all, which are read whole for it."""
-        return digest("folder", self.classes, self._channels, self._policies, file_sums(self.files(), self._policies[1]))
+        return digest(
+            "folder", self.classes, self._channels, self._policies, file_sums(self.files(), self._policies[1])
+        )
 
     def files(self) -> list[tuple[str, Path]]:
         return [(self.name(index), path) for index, path in enumerate(self._files)]

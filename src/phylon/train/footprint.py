@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,12 @@ from phylon.train.gradients import Gradients
 from phylon.train.objectives.base import Batch
 
 GIB = 2.0**30
+# Of a control group's memory, in both versions of the kernel's interface: where its folders are, and the files of its
+# limit and its use, and the part of ``memory.stat`` that is cache of files not read lately.
+_GROUPS = {
+    1: ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+}
 
 
 class RowCost(NamedTuple):
@@ -81,7 +87,7 @@ def _profiled(work: Callable[[Callable[[], None]], object]) -> tuple[float, floa
 
 
 def free_bytes(device: torch.device) -> float:
-    """Memory that this process may still take: of the GPU, or of the machine and its control group."""
+    """Memory that this process may still take: of the GPU, or of the machine and its control groups."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(min(_machine_free(), _group_free()))
@@ -95,11 +101,35 @@ def _machine_free() -> float:
         return float("inf")
 
 
-def _group_free() -> float:
-    folder = Path("/sys/fs/cgroup")
+def _group_free(root: Path = Path("/")) -> float:
+    """What the control groups of this process leave it: the least of its own and of those around it."""
+    return min((_left_in(folder, version) for folder, version in _groups(root)), default=float("inf"))
+
+
+def _groups(root: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of the groups of this process, innermost first, each with its version."""
     try:
-        most, now = (folder / "memory.max").read_text("utf-8").strip(), (folder / "memory.current").read_text("utf-8")
-        return float("inf") if most == "max" else float(most) - float(now)
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for number, controllers, path in (line.split(":", 2) for line in lines):
+        version = 2 if number == "0" else 1
+        if version == 2 or "memory" in controllers.split(","):
+            # In a container the path may be that of the machine, of which only the group at the top is seen.
+            own = PurePosixPath(path.lstrip("/"))
+            for group in (own, *own.parents):
+                yield root / _GROUPS[version][0] / group, version
+
+
+def _left_in(folder: Path, version: int) -> float:
+    """The limit of a group less what it uses and cannot give up: cache that was not read lately is free."""
+    _, most, now, cache = _GROUPS[version]
+    try:
+        limit = (folder / most).read_text("utf-8").strip()
+        if limit == "max":
+            return float("inf")
+        stat = dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text("utf-8").splitlines())
+        return max(0.0, float(limit) - float((folder / now).read_text("utf-8")) + float(stat.get(cache, 0)))
     except (OSError, ValueError):
         return float("inf")
 

@@ -2,12 +2,16 @@
 
 import math
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from phylon.data import Batches, BatchOrder, BucketLoader, Loader, PaddedLoader, Source
 from phylon.model import Model, build_meta, resolve_device
+from phylon.model.block import BlockModule
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
 from phylon.train.final import with_epochs
@@ -36,7 +40,8 @@ class Estimate:
     ``tokens`` are real ones, or images, as ``unit`` says; ``flops_training_per_token`` is what one costs with the
     padding around it. ``rows`` are those of a part of a batch on one process. ``flops_6nd`` is C = 6 N D with N all
     parameters and D the tokens seen (arXiv:2001.08361, section 2.1). For that C the best size follows from C = 6 N D
-    and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556).
+    and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556). ``objective_bytes``: a teacher's weights;
+    ``exchange_bytes``: what several processes hold to exchange; ``free_bytes``: this process's share of them.
     """
 
     parameters: int
@@ -50,6 +55,8 @@ class Estimate:
     gradients_bytes: float
     optimizer_bytes: float
     mean_bytes: float
+    objective_bytes: float
+    exchange_bytes: float
     activations_bytes: float
     working_bytes: float
     free_bytes: float
@@ -63,7 +70,7 @@ class Estimate:
     def total_bytes(self) -> float:
         """Everything at the peak."""
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.mean_bytes
-        return states + self.activations_bytes + self.working_bytes
+        return states + self.objective_bytes + self.exchange_bytes + self.activations_bytes + self.working_bytes
 
     def page(self) -> str:
         """The estimate as text."""
@@ -77,6 +84,8 @@ class Estimate:
             ("gradients", in_words(self.gradients_bytes)),
             ("optimizer", in_words(self.optimizer_bytes)),
             *([("mean of the weights", in_words(self.mean_bytes))] if self.mean_bytes else []),
+            *([("held by the objective", in_words(self.objective_bytes))] if self.objective_bytes else []),
+            *([("exchange of processes", in_words(self.exchange_bytes))] if self.exchange_bytes else []),
             (f"activations, {self.rows} rows", in_words(self.activations_bytes)),
             ("loss and working space", in_words(self.working_bytes)),
             ("together", f"{in_words(self.total_bytes)} of {in_words(self.free_bytes)} free"),
@@ -121,15 +130,10 @@ def estimate(
     world, target = world or World(), resolve_device(device)
     spec = model_spec(recipe, _vocabulary(recipe))
     shape = build_meta(spec)
-    free = free_bytes(target)
     apply_tune(shape, recipe.tune)
-    states = _state_bytes(recipe, shape)
-    n, needed = sum(p.numel() for p in shape.parameters()), sum(states.values())
-    if needed > free:
-        raise UserError(
-            f"training {n:,} parameters needs {in_words(needed)} beside activations, and {in_words(free)} are free; "
-            "choose a smaller model, or LoRA"
-        )
+    _check_states(recipe, shape, target, world)
+    n, free = sum(p.numel() for p in shape.parameters()), _free(target, world)
+    states = _state_bytes(recipe, shape, world)
     with tempfile.TemporaryDirectory() as folder:
         found = _sampled(recipe, source, Path(folder), device)
     rows = math.ceil(found.most_rows / (recipe.run.accumulate * world.size))
@@ -168,9 +172,14 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     target = resolve_device(device)
     shape = build_meta(model_spec(recipe, _vocabulary(recipe)))
     apply_tune(shape, recipe.tune)
-    free = free_bytes(target)
-    if sum(_state_bytes(recipe, shape).values()) + _rough_bytes(recipe, shape, world) < ROOMY * free:
+    _check_states(recipe, shape, target, world)
+    free = _free(target, world)
+    if sum(_state_bytes(recipe, shape, world).values()) + _rough_bytes(recipe, shape, world) < ROOMY * free:
         return
+    if _shards(recipe, world) > 1:
+        alone = _state_bytes(recipe, shape, World())
+        if alone["weights_bytes"] + alone["gradients_bytes"] + alone["objective_bytes"] > free_bytes(target):
+            return  # one process, which measures, cannot hold the whole of what its shards fit for
     # How long the run is does not matter here, and may take all of the data to say.
     found = estimate(recipe.replace(run=recipe.run.replace(epochs=None)), source, device, world)
     if found.rows <= found.rows_that_fit:
@@ -178,11 +187,11 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     if not found.rows_that_fit:
         raise UserError(
             f"not even one row of {recipe.data.seq_len} tokens fits: it needs {in_words(found.total_bytes)}, and "
-            f"{in_words(free)} are free; lower data.seq_len, or set run.recompute=blocks"
+            f"{_are_free(target, world)}; lower data.seq_len, or set run.recompute=blocks"
         )
     remedy = recipe.objective.shrunk(recipe, found.rows_that_fit, found.rows, world.size)
     raise UserError(
-        f"{found.rows} rows at once need {in_words(found.total_bytes)}, and {in_words(free)} are free; "
+        f"{found.rows} rows at once need {in_words(found.total_bytes)}, and {_are_free(target, world)}; "
         f"{found.rows_that_fit} rows fit: {remedy}"
     )
 
@@ -262,22 +271,77 @@ def _vocabulary(recipe: Recipe) -> int:
     return getattr(tokenizer, "vocab_size", PROVISIONAL_VOCAB)
 
 
-def _state_bytes(recipe: Recipe, shape: Model) -> dict[str, float]:
-    """Bytes of weights, gradients, optimizer state with masters, and mean, from the shapes alone."""
+def _check_states(recipe: Recipe, shape: Model, target: torch.device, world: World) -> None:
+    """Refuse a model of which one process cannot hold what it must, whatever the batch."""
+    whole = _state_bytes(recipe, shape, World())
+    # Each process makes the model whole before it gives its shards away.
+    made = whole["weights_bytes"] + whole["objective_bytes"]
+    needed = max(made, sum(_state_bytes(recipe, shape, world).values()))
+    if needed > _free(target, world):
+        n = sum(p.numel() for p in shape.parameters())
+        raise UserError(
+            f"training {n:,} parameters needs {in_words(needed)} beside activations, and {_are_free(target, world)}; "
+            "choose a smaller model, or LoRA"
+        )
+
+
+def _shards(recipe: Recipe, world: World) -> int:
+    """Over how many processes the weights are spread, with all that is kept of each."""
+    return world.size if recipe.run.parallel == "fsdp" else 1
+
+
+def _sharing(target: torch.device, world: World) -> int:
+    """How many processes share the memory of ``target``: one a GPU, all of a machine its own."""
+    return 1 if target.type == "cuda" else world.local_size
+
+
+def _free(target: torch.device, world: World) -> float:
+    return free_bytes(target) / _sharing(target, world)
+
+
+def _are_free(target: torch.device, world: World) -> str:
+    sharing = _sharing(target, world)
+    return f"{in_words(_free(target, world))} are free" + (f" for each of {sharing} processes" if sharing > 1 else "")
+
+
+def _state_bytes(recipe: Recipe, shape: Model, world: World) -> dict[str, float]:
+    """Bytes on one process by part, optimizer state with fp32 masters, from the shapes alone."""
     parameters = dict(shape.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     narrow = sum(p.numel() for p in trained.values() if p.element_size() < 4)
     numbers = sum(p.numel() for p in trained.values())
+    shards = _shards(recipe, world)
     return {
-        "weights_bytes": float(sum(p.numel() * p.element_size() for p in parameters.values())),
-        "gradients_bytes": float(4 * numbers),
-        "optimizer_bytes": float(recipe.optim.state_bytes(trained) + 4 * narrow),
-        "mean_bytes": 0.0 if recipe.run.ema is None else 4.0 * numbers,
+        "weights_bytes": _bytes(parameters.values()) / shards,
+        "gradients_bytes": 4.0 * numbers / shards,
+        "optimizer_bytes": (recipe.optim.state_bytes(trained) + 4.0 * narrow) / shards,
+        "mean_bytes": 0.0 if recipe.run.ema is None else 4.0 * numbers / shards,
+        "objective_bytes": recipe.objective.held_bytes(),
+        "exchange_bytes": _gathered_bytes(shape) if shards > 1 else _bytes(trained.values()) if world.size > 1 else 0.0,
     }
 
 
+def _gathered_bytes(shape: Model) -> float:
+    """What is whole on each process at once under FSDP: the weights outside of blocks, those of a block and of the next
+    one, which is fetched meanwhile, and the gradients of one block and of what is outside.
+
+    DDP holds the gradients a second time instead, in the buckets that are exchanged.
+    """
+    blocks = [list(module.parameters()) for module in shape.modules() if isinstance(module, BlockModule)]
+    inside = {id(p) for block in blocks for p in block}
+    outside = [p for p in shape.parameters() if id(p) not in inside]
+    largest = max(blocks, key=_bytes, default=[])
+    gradients = _bytes(p for p in (*outside, *largest) if p.requires_grad)
+    return _bytes(outside) + 2 * _bytes(largest) + gradients
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> float:
+    return float(sum(p.numel() * p.element_size() for p in tensors))
+
+
 def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
-    """An upper bound of the activations: about 100 numbers of the width a block and token, and whole score matrices.
+    """An upper bound of the activations: about 100 numbers of the width a block and token, and whole score matrices;
+    of maps that are wider than the model, 3 numbers for each that comes out.
 
     Korthikanti et al. (arXiv:2205.05198), equation 1, has 34 bytes and 5 bytes of scores for half precision.
     """
@@ -286,6 +350,9 @@ def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
     total = 0.0
     for stack in shape.spec.stacks.values():
         total += 4.0 * tokens * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
+    for name, parameter in shape.named_parameters():
+        if ".blocks." in f".{name}" and parameter.ndim > 1:
+            total += 4.0 * tokens * 3 * parameter.numel() / parameter.shape[-1]
     return total
 
 

@@ -1,5 +1,6 @@
 """A live line on standard error (step, loss, speed, time left); plain lines where that is no terminal."""
 
+import math
 import sys
 import time
 
@@ -94,7 +95,7 @@ class ProgressLine(Callback):
 
 
 def _smooth(before: float | None, now: float) -> float:
-    return now if before is None or before != before else SMOOTHING * before + (1 - SMOOTHING) * now
+    return now if before is None or not math.isfinite(before) else SMOOTHING * before + (1 - SMOOTHING) * now
 
 
 def _clock(seconds: float) -> str:

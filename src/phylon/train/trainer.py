@@ -265,9 +265,12 @@ class Trainer(Looks):
     def _check_learned(self) -> None:
         """Say of a run that changed no weight, or skipped the last half of its steps, that nothing came of it."""
         state = self.state
-        if state.step and state.idle >= state.step:
+        if not state.step:
+            what = "nothing was learned: the run ended before its first step"
+            raise UserError(f"{what}; give it more time or steps; {self._kept()}")
+        if state.idle >= state.step:
             what = f"nothing was learned: all {state.step} steps of the run were skipped"
-        elif state.step and 2 * state.skipped_in_row >= state.step:
+        elif 2 * state.skipped_in_row >= state.step:
             what = f"the last {state.skipped_in_row} of {state.step} steps were skipped"
         else:
             return

@@ -26,11 +26,12 @@ class PeerLost(UserError):
 
 @dataclass(frozen=True)
 class World:
-    """``size`` processes, this one being number ``rank``; ``local_rank`` numbers those of this machine."""
+    """``size`` processes, this one being number ``rank``; ``local_rank`` numbers the ``local_size`` of this machine."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
 
     @property
     def first(self) -> bool:
@@ -112,7 +113,7 @@ def join_world(device: str) -> tuple[World, str]:
         logging.getLogger("phylon.data").setLevel(logging.ERROR)  # the first one names what is passed over
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=_met(size), rank=rank, world_size=size)
-    return World(rank, size, local), device
+    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), device
 
 
 def _met(size: int) -> dist.Store:

@@ -102,6 +102,10 @@ class Objective(Slot):
         """What is read in every step beside the data: a name for messages, and a hash of the content."""
         return {}
 
+    def held_bytes(self) -> float:
+        """What every process holds for it beside the model while it trains: the weights of another model."""
+        return 0.0
+
     def look(self, source: Source) -> None:
         """Read the first item of the data and refuse what is wrong with it, before anything is computed."""
         if self.reads_text:

@@ -12,7 +12,7 @@ from phylon import hub
 from phylon.account.flops import Pass, flops_of_pass
 from phylon.data import Source
 from phylon.data.documents import digest
-from phylon.model import GenerationDefaults, Model, ModelSpec, Output
+from phylon.model import GenerationDefaults, Model, ModelSpec, Output, build_meta
 from phylon.ops.loss import IGNORE, Loss
 from phylon.spec import to_data
 from phylon.spec.base import Mechanism
@@ -64,7 +64,11 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
 
     def check(self, recipe: "Recipe", spec: ModelSpec) -> None:
         self.task.check(recipe, spec)
-        for cached in (teacher_of, _teacher_spec):  # by an earlier run of this process: it may be another one since
+        for cached in (
+            teacher_of,
+            _teacher_spec,
+            _teacher_bytes,
+        ):  # by an earlier run of this process: it may be another one since
             cached.cache_clear()
         found = hub.describe(self.teacher).spec
         for name in ("encoder", "decoder"):
@@ -88,6 +92,9 @@ class Distillation(Mechanism, Objective, frozen=True, kw_only=True):
         teacher = teacher_of(self.teacher, device)
         content = f"{digest(to_data(teacher.spec))}-{hash_of([model_tensors(teacher)])}"
         return self.task.inputs(device) | {f"the teacher '{self.teacher}'": content}
+
+    def held_bytes(self) -> float:
+        return _teacher_bytes(self.teacher)
 
     def look(self, source: Source) -> None:
         self.task.look(source)
@@ -192,6 +199,11 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float, weights: Ten
 @lru_cache(maxsize=1)
 def _teacher_spec(name: str) -> ModelSpec:
     return hub.describe(name).spec
+
+
+@lru_cache(maxsize=1)
+def _teacher_bytes(name: str) -> float:
+    return 4.0 * sum(p.numel() for p in build_meta(_teacher_spec(name)).parameters())
 
 
 @lru_cache(maxsize=1)
