@@ -10,6 +10,7 @@ from phylon.checkpoint import law
 from phylon.checkpoint.verify import Cell, Report, against, verify
 from phylon.families import families, family
 from phylon.families.decoder import llama_spec
+from phylon.families.gpt2 import gpt2_spec
 from phylon.layers.heads import pools
 from phylon.layers.inits import NormalInit
 from phylon.layers.state import FullKV, State, kv, recurrent
@@ -192,6 +193,22 @@ def test_positions_shifted_in_the_state(monkeypatch):
 
     monkeypatch.setattr(State, "chunk", shifted)
     assert failed(verify(made())) == STATEFUL
+
+
+def test_positions_that_count_padding_within(monkeypatch):
+    """Neither left nor right padding can see it: the real tokens of a document still follow each other there."""
+    spec = gpt2_spec(d_model=24, n_layers=2, n_heads=3, vocab_size=37, max_seq_len=64)
+    assert verify(made(spec)).passed
+
+    def counted(segments):
+        index = torch.arange(segments.shape[1]).expand(segments.shape)
+        first = (segments != 0).int().argmax(1, keepdim=True)
+        return torch.where(segments != 0, index - first, 0)
+
+    monkeypatch.setattr("phylon.model.model.positions_from_segments", counted)
+    broken = failed(verify(made(spec)))
+    assert "padding_within" in broken
+    assert not broken & {"left_padding", "right_padding", "batching"}
 
 
 def test_mask_off_by_one(monkeypatch):

@@ -37,6 +37,7 @@ def verify_texts(s: "Texts", reference: Reference | None) -> Report:
         ("state_growth", "packing", _state_growth),
         ("left_padding", "padding", lambda s: s.ran([[0], [1], [2]], left=True, pad=2)),
         ("right_padding", "padding", lambda s: s.ran([[0], [1], [2]], pad=2)),
+        ("padding_within", "padding", lambda s: s.ran([[0], [1], [2]], within=True, pad=2)),
         ("padded_chunks", "padding", _padded_chunks),
         ("source_padding", "padding", _source_padded),
         ("packing", "packing", lambda s: s.ran([[1, 2]])),
@@ -114,19 +115,21 @@ class Texts(Subject):
         rows: list[list[_Document]],
         *,
         left: bool = False,
+        within: bool = False,
         pad: int = 0,
         source_pad: int | None = None,
         cuts: Iterable[int] | None = None,
     ) -> Iterator[tuple[_Document, Values]]:
         """One call, or one a chunk onto a state, where ``cuts`` are the columns at which chunks begin.
 
-        ``pad``: columns of padding beyond the longest row, in the source too unless ``source_pad`` says otherwise.
+        ``pad``: columns of padding beyond the longest row, in the source too unless ``source_pad`` says otherwise. They
+        are on the right, on the ``left``, or ``within`` the row, in its middle.
         """
-        tokens, ids = self._laid([[d.tokens for d in row] for row in rows], left, pad)
+        tokens, ids = self._laid([[d.tokens for d in row] for row in rows], left, within, pad)
         given: dict[str, Any] = {}
         if self.reads_source:
             sources = [[d.source for d in row if d.source is not None] for row in rows]
-            source, source_ids = self._laid(sources, left, pad if source_pad is None else source_pad)
+            source, source_ids = self._laid(sources, left, within, pad if source_pad is None else source_pad)
             given = {"source": source, "source_segments": _unless_plain(source_ids)}
         if cuts is None:
             out = self.values(model(tokens, segments=_unless_plain(ids), **given))
@@ -146,14 +149,15 @@ class Texts(Subject):
                 yield document, {n: v[before : before + 1] if n in self.pooled else v[i, real] for n, v in out.items()}
                 before += 1
 
-    def _laid(self, rows: list[list[Tensor]], left: bool, pad: int) -> tuple[Tensor, Tensor]:
+    def _laid(self, rows: list[list[Tensor]], left: bool, within: bool, pad: int) -> tuple[Tensor, Tensor]:
         """Texts one after the other in each row, with falling ids; what stands at padding is a token like any other."""
         sizes = [sum(map(len, row)) for row in rows]
         width = max(sizes) + pad
         tokens = self.random(width * len(rows)).view(len(rows), width)
         ids = torch.zeros_like(tokens)
         for i, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-            where = slice(width - size, width) if left else slice(0, size)
+            where = torch.arange(size) + (width - size if left else 0)
+            where[size // 2 :] += pad if within else 0
             tokens[i, where] = torch.cat(row)
             ids[i, where] = torch.cat([torch.full_like(text, len(row) - k) for k, text in enumerate(row)])
         return tokens, ids

@@ -206,7 +206,8 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
             # A batch by tokens must find as many in the sample as it may hold.
             enough = SAMPLE_BYTES if not objective.by_tokens else max(SAMPLE_BYTES, 16 * objective.most_tokens(recipe))
             if recipe.data.max_bytes is None or recipe.data.max_bytes > enough:
-                source = Sample(recipe_source(recipe.data) if source is None else source, enough)
+                whole: Any = recipe_source(recipe.data) if source is None else source
+                source = Sample(whole, enough)
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = with_values(recipe, small)
