@@ -123,7 +123,9 @@ def refused(config: Path, weights: Path, names: tuple[str, str]) -> None:
         ]
         assert shapes[0] == shapes[1]
     else:
-        assert all(f"'{name}'" in said for name in names), said
+        # Llama and Mistral call their tensors alike: an untied head is no sign of another family.
+        tie = set(names) == {"llama", "mistral"} and "differ, but the model ties them" in said
+        assert tie or all(f"'{name}'" in said for name in names), said
 
 
 @pytest.mark.parametrize("pair", QUICK, ids="-".join)

@@ -152,7 +152,7 @@ class Layout:
                         if not _same(source.read(names[0]), source.read(other)):
                             raise UserError(
                                 f"{quoted(names[0])} and {quoted(other)} differ, but the model ties them: "
-                                "untie the configuration or remove one of them"
+                                "untie the configuration ('tie_word_embeddings') or remove one of them"
                             )
             for move, names in plan.moves:
                 move.rule.take(source, names, [params[name] for name in move.ours])
