@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from phylon.model.model import Output
 from phylon.spec.base import Mixer
 from phylon.spec.errors import UserError
 
+Side = Literal["left", "right", "within"]
+
 
 def verify_texts(s: "Texts", reference: Reference | None) -> Report:
     """Cells of three random documents."""
@@ -35,9 +37,9 @@ def verify_texts(s: "Texts", reference: Reference | None) -> Report:
         ("chunks", "chunks", lambda s: s.ran([[0]], cuts=(3, 4, s.lengths[0] // 2 + 2))),
         ("steps", "chunks", lambda s: s.ran([[0]], cuts=range(1, s.lengths[0]))),
         ("state_growth", "packing", _state_growth),
-        ("left_padding", "padding", lambda s: s.ran([[0], [1], [2]], left=True, pad=2)),
+        ("left_padding", "padding", lambda s: s.ran([[0], [1], [2]], side="left", pad=2)),
         ("right_padding", "padding", lambda s: s.ran([[0], [1], [2]], pad=2)),
-        ("padding_within", "padding", lambda s: s.ran([[0], [1], [2]], within=True, pad=2)),
+        ("padding_within", "padding", lambda s: s.ran([[0], [1], [2]], side="within", pad=2)),
         ("padded_chunks", "padding", _padded_chunks),
         ("source_padding", "padding", _source_padded),
         ("packing", "packing", lambda s: s.ran([[1, 2]])),
@@ -114,8 +116,7 @@ class Texts(Subject):
         model: Model,
         rows: list[list[_Document]],
         *,
-        left: bool = False,
-        within: bool = False,
+        side: Side = "right",
         pad: int = 0,
         source_pad: int | None = None,
         cuts: Iterable[int] | None = None,
@@ -123,13 +124,13 @@ class Texts(Subject):
         """One call, or one a chunk onto a state, where ``cuts`` are the columns at which chunks begin.
 
         ``pad``: columns of padding beyond the longest row, in the source too unless ``source_pad`` says otherwise. They
-        are on the right, on the ``left``, or ``within`` the row, in its middle.
+        are to the ``side`` of the row's texts or, "within", in their middle.
         """
-        tokens, ids = self._laid([[d.tokens for d in row] for row in rows], left, within, pad)
+        tokens, ids = self._laid([[d.tokens for d in row] for row in rows], side, pad)
         given: dict[str, Any] = {}
         if self.reads_source:
             sources = [[d.source for d in row if d.source is not None] for row in rows]
-            source, source_ids = self._laid(sources, left, within, pad if source_pad is None else source_pad)
+            source, source_ids = self._laid(sources, side, pad if source_pad is None else source_pad)
             given = {"source": source, "source_segments": _unless_plain(source_ids)}
         if cuts is None:
             out = self.values(model(tokens, segments=_unless_plain(ids), **given))
@@ -149,15 +150,15 @@ class Texts(Subject):
                 yield document, {n: v[before : before + 1] if n in self.pooled else v[i, real] for n, v in out.items()}
                 before += 1
 
-    def _laid(self, rows: list[list[Tensor]], left: bool, within: bool, pad: int) -> tuple[Tensor, Tensor]:
+    def _laid(self, rows: list[list[Tensor]], side: Side, pad: int) -> tuple[Tensor, Tensor]:
         """Texts one after the other in each row, with falling ids; what stands at padding is a token like any other."""
         sizes = [sum(map(len, row)) for row in rows]
         width = max(sizes) + pad
         tokens = self.random(width * len(rows)).view(len(rows), width)
         ids = torch.zeros_like(tokens)
         for i, (row, size) in enumerate(zip(rows, sizes, strict=True)):
-            where = torch.arange(size) + (width - size if left else 0)
-            where[size // 2 :] += pad if within else 0
+            where = torch.arange(size) + (width - size if side == "left" else 0)
+            where[size // 2 :] += pad if side == "within" else 0
             tokens[i, where] = torch.cat(row)
             ids[i, where] = torch.cat([torch.full_like(text, len(row) - k) for k, text in enumerate(row)])
         return tokens, ids
@@ -224,13 +225,13 @@ def _unless_plain(ids: Tensor) -> Tensor | None:
 def _padded_chunks(s: Texts) -> Got:
     width = max(s.lengths) + 2
     every = [[0], [1], [2]]
-    return [got for left in (True, False) for got in s.ran(every, left=left, pad=2, cuts=range(5, width, 5))]
+    return [got for side in ("left", "right") for got in s.ran(every, side=side, pad=2, cuts=range(5, width, 5))]
 
 
 def _source_padded(s: Texts) -> Got:
     if not s.reads_source:
         raise NotApplicable("the model reads no source")
-    return [got for left in (True, False) for got in s.ran([[0]], left=left, source_pad=3)]
+    return [got for side in ("left", "right") for got in s.ran([[0]], side=side, source_pad=3)]
 
 
 def _packed_chunks(s: Texts) -> Got:
@@ -267,7 +268,7 @@ def _plain(s: Texts) -> Got:
 
 
 def _plain_and_padded(s: Texts) -> Got:
-    return _plain(s) + s.ran([[0], [1], [2]], left=True, pad=2)
+    return _plain(s) + s.ran([[0], [1], [2]], side="left", pad=2)
 
 
 def _window(s: Texts) -> Cell:

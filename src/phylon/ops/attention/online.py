@@ -288,11 +288,11 @@ def _finish(
     """Divide by the sum, in which the sink takes its share; rows that saw nothing stay zero."""
     empty, shrink = total == 0, 1.0
     if sink is not None:
-        by_head = unit.by_head(top, queries.stop - queries.start)
-        above = torch.maximum(by_head, sink[unit.heads].to(top.dtype)[None, :, None, None] * _LOG2_E)
+        extra = sink[unit.heads].to(top.dtype)[None, :, None, None] * _LOG2_E
+        above = torch.maximum(unit.by_head(top, queries.stop - queries.start), extra)
         of_sink, above = _of_sink(unit, sink, above).view_as(top), above.view_as(top)
-        shrink = torch.exp2(top - above)
-        top, total = above, total * shrink + of_sink
+        shrink, top = torch.exp2(top - above), above
+        total = total * shrink + of_sink
     unit.put(sums, queries, torch.cat([top.masked_fill(empty, 0), total.masked_fill(empty, 1)], -1))
     unit.put(out, queries, mixed.mul_((shrink / total).masked_fill_(empty, 0)))
 
@@ -351,7 +351,7 @@ def _backward(work: _Work, out: Tensor, sums: Tensor, d_out: Tensor) -> tuple[Te
             # Divided by the row's sum once, so that the weights of its tiles need not be.
             g_NRE = unit.queries(d_out, queries) / total
             delta = (g_NRE * unit.queries(out, queries)).sum(-1, keepdim=True)
-            if d_sink is not None:
+            if d_sink is not None and call.sink is not None:
                 d_sink[unit.heads] -= _sink_share(unit, queries, call.sink, top, delta)
             q_NRE = unit.queries(call.q, queries) * call.factor
             dq_NRE = torch.zeros_like(q_NRE)
@@ -389,11 +389,10 @@ def _put_keys(unit: _Unit, into: Tensor, tiles: list[Tensor]) -> None:
         first = last
 
 
-def _sink_share(unit: _Unit, queries: slice, sink: Tensor | None, top: Tensor, delta: Tensor) -> Tensor:
+def _sink_share(unit: _Unit, queries: slice, sink: Tensor, top: Tensor, delta: Tensor) -> Tensor:
     """(heads,): the sink's weight of every row times what the row's output lost to it."""
-    assert sink is not None
-    n = queries.stop - queries.start
-    return (_of_sink(unit, sink, unit.by_head(top, n)) * unit.by_head(delta, n)).sum((0, 2, 3))
+    top, delta = (unit.by_head(x, queries.stop - queries.start) for x in (top, delta))
+    return (_of_sink(unit, sink, top) * delta).sum((0, 2, 3))
 
 
 def _of_sink(unit: _Unit, sink: Tensor, top: Tensor) -> Tensor:
