@@ -20,7 +20,7 @@ from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
 from phylon.ops.norm import rms_norm
 from phylon.ops.scan import ssd_scan
-from phylon.ops.scan.ssd import CHUNK
+from phylon.ops.scan.ssd.chunked import CHUNK
 from phylon.spec.base import Mechanism, Mixer
 from phylon.spec.errors import UserError
 from phylon.spec.registry import register

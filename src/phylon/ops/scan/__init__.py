@@ -12,12 +12,13 @@ from phylon.ops.scan.chunked import ScanChunked
 from phylon.ops.scan.conv import ConvShifted
 from phylon.ops.scan.native import ConvNative, ScanNative
 from phylon.ops.scan.reference import ConvReference, ScanReference, SSDReference
-from phylon.ops.scan.ssd import SSDChunked
+from phylon.ops.scan.ssd.chunked import SSDChunked
+from phylon.ops.scan.ssd.native import SSDNative
 from phylon.ops.scan.step import StepCall, StepComposed, StepNative
 from phylon.ops.scan.triton import ScanTriton
 
 dispatch: Dispatch[ScanCall] = Dispatch("scan", [ScanNative(), ScanTriton(), ScanChunked(), ScanReference()])
-ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDChunked(), SSDReference()])
+ssd_dispatch: Dispatch[SSDCall] = Dispatch("ssd", [SSDNative(), SSDChunked(), SSDReference()])
 conv_dispatch: Dispatch[ConvCall] = Dispatch("conv", [ConvNative(), ConvShifted(), ConvReference()])
 
 step_dispatch: Dispatch[StepCall] = Dispatch("step", [StepNative(), StepComposed()])

@@ -1,8 +1,4 @@
-// Vectors of the machine's own width, and the loops over tiles that everything else is made of.
-//
-// A tile of scores is kept transposed, keys in rows and the queries of the tile in the lanes of vectors: the softmax
-// then runs down the rows without a single shuffle, and each of the seven products reads its operands as they lie in
-// memory.
+// Vectors of the machine's own width, and the loops over tiles that products of small matrices are made of.
 #pragma once
 
 #include <cmath>
@@ -23,7 +19,6 @@ constexpr int W = 4, REGISTERS = 32;
 #else
 constexpr int W = 4, REGISTERS = 16;
 #endif
-constexpr int64_t TILE = 64;  // queries and keys of a tile
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504088896340736f;
 
