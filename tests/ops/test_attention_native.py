@@ -255,6 +255,25 @@ def test_a_visible_nan_is_not_hidden() -> None:
     assert not out[:, :30].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("t", "s"), [(70, 70), (1, 70), (2, 600)])
+@pytest.mark.parametrize("which", ["q", "k"])
+@pytest.mark.parametrize("sink", [None, torch.ones(4)])
+def test_a_row_of_nan_scores_is_nan(dtype: torch.dtype, t: int, s: int, which: str, sink: Tensor | None) -> None:
+    """Not zeros, as of a row that sees nothing: a network that has diverged must not look like one that has not."""
+    call = as_dtype(made(t, s, b=1, pattern=Causal(), sink=sink), dtype)[0]
+    # The NaN that GPUs write has every bit of the fraction set.
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).to(dtype)
+    x = getattr(call, which).detach().clone()
+    x[:, -1 if which == "q" else slice(None), 0] = nan
+    call = replace(call, **{which: x.requires_grad_()})
+    out, expected = NATIVE.run(call), REFERENCE.run(call)
+    assert bool(out[:, -1, 0].isnan().all())
+    assert torch.equal(out.isnan(), expected.isnan())
+    grad, wanted = (torch.autograd.grad(y.float().sum(), x)[0] for y in (out, expected))
+    assert torch.equal(grad.isnan(), wanted.isnan())
+
+
 class Slope:
     """A bias of the user's own."""
 

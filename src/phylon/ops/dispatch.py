@@ -73,10 +73,13 @@ class Dispatch(Generic[C]):
                 return backend
         raise AssertionError(f"no backend of {self.op} supports the call, not even the reference")
 
-    def explain(self, call: C) -> list[Reason]:
-        """Every backend with the reason why it would not run ``call``."""
+    def explain(self, call: C, backend: str | None = None) -> list[Reason]:
+        """Every backend with the reason why it would not run ``call``; ``backend`` as in ``pick``."""
+        named = backend or self.forced
+        if named is not None:
+            self._named(named)
         reasons = {name: self._refusal(name, call) for name in self.backends}
-        chosen = self.forced or self.pick(call).name
+        chosen = named or self.pick(call).name
         return [
             Reason(name, name == chosen and reason is None, reason, note_of(self.backends[name]))
             for name, reason in reasons.items()

@@ -48,7 +48,7 @@ class Targets(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A summed loss and the number of targets it sums over: exact under gradient accumulation."""
+    """A summed loss and the number of targets it sums over (or their weights): exact under gradient accumulation."""
 
     sum: Tensor
     count: Tensor
@@ -56,7 +56,7 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> Tensor:
         """The mean over targets; 0 when there are none."""
-        return self.sum / self.count.clamp(min=1)
+        return self.sum / self.count.where(self.count != 0, 1)
 
 
 def cross_entropy(
@@ -217,7 +217,10 @@ def _sum_and_gradients(
     total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
     rows = _chunk_rows(len(hidden_ND), weight_VD.shape, torch.finfo(dtype).bits // 8, low)
     for start in range(0, max(1, hidden_ND.shape[0]), rows):
-        h_CD, part = operand(hidden_ND[start : start + rows], hidden_ND.dtype), slice(start, start + rows)
+        part = slice(start, start + rows)
+        # What is ignored can hold anything, and 0 * NaN would be NaN in the weights' gradient.
+        h_CD = hidden_ND[part].masked_fill((targets_N[part] == IGNORE)[:, None], 0)
+        h_CD = operand(h_CD, hidden_ND.dtype)
         call = ScoresCall(
             scores=(h_CD @ compute_VD.T).to(dtype),
             targets=targets_N[part],

@@ -1,7 +1,6 @@
 """Selective scans and the convolution before them: public functions, references, and backends behind one dispatch."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +103,23 @@ def mamba_step(call: StepCall, backend: str | None = None) -> Tensor:
     return step_dispatch.pick(call, backend).run(call)
 
 
-def explain(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> list[Reason]:
+def explain(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    state: Tensor | None = None,
+    resets: Tensor | None = None,
+    real: Tensor | None = None,
+    into: Tensor | None = None,
+    backend: str | None = None,
+) -> list[Reason]:
     """Which backend would run this selective scan, and why each other one would not."""
-    state = options.pop("state", None)
-    return dispatch.explain(ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(**options)))
+    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
+    return dispatch.explain(call, backend)
 
 
 def _written(result: tuple[Tensor, Tensor], into: Tensor | None) -> tuple[Tensor, Tensor]:
