@@ -33,10 +33,10 @@ class ScanChunked:
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)
         x, dt, B, C = (cleared(t, call.breaks.real) for t in (x, dt, B, C))
-        into = _target(call, x.dtype)
-        if into is not None:
+        into, before = call.into, call.state
+        if into is not None and before is not None and _in_place(call, x.dtype):
             # ``into`` holds A first: then nothing of a state's size is made.
-            return step_into(into.copy_(A), call.state, x, dt, B, C, D).to(call.x.dtype), into
+            return step_into(into.copy_(A), before, x, dt, B, C, D).to(call.x.dtype), into
         h = x.new_zeros(len(x), *A.shape) if call.state is None else call.state.to(x.dtype)
         y, h = _Scan.apply(x, dt, A, B, C, D, h, call.breaks.resets)
         return cleared(y, call.breaks.real).to(call.x.dtype), h
@@ -48,14 +48,14 @@ def step_into(into: Tensor, h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tens
     return torch.addcmul((into @ C.mT).mT, x, D)
 
 
-def _target(call: ScanCall, dtype: torch.dtype) -> Tensor | None:
-    """``into``, if this is a step of plain tokens after ``state`` whose result can be computed right there."""
+def _in_place(call: ScanCall, dtype: torch.dtype) -> bool:
+    """Whether this is a step of plain tokens whose last state can be computed right in ``into``."""
     into, given = call.into, (call.x, call.dt, call.A, call.B, call.C, call.D, call.state)
-    if into is None or call.state is None or into is call.state or into.dtype != dtype or call.x.shape[1] != 1:
-        return None
+    if into is None or into is call.state or into.dtype != dtype or call.x.shape[1] != 1:
+        return False
     if call.breaks.resets is not None or call.breaks.real is not None:
-        return None
-    return None if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given) else into
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given))
 
 
 def chunk_length(numbers: int) -> int:
