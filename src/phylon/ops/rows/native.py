@@ -239,7 +239,8 @@ def _check() -> str | None:
 LIBRARY = Library(
     __name__,
     [Path(__file__).with_name(name) for name in
-     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h", "experts.h")],
+     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h", "experts.h",
+      "check.py")],
     {
         "rows_norm": [_I, *[_P] * 8, _L, _L, _F, _I],
         "rows_norm_backward": [_I, *[_P] * 10, _L, _L, _I],

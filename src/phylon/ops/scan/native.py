@@ -309,7 +309,10 @@ def _check() -> str | None:
 
 LIBRARY = Library(
     __name__,
-    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h")],
+    [
+        Path(__file__).with_name(name)
+        for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h", "check.py")
+    ],
     {
         "scan_starts": [c_int64] * 4,
         "scan_forward": [POINTER(_Scan), POINTER(_Strided), c_void_p, c_void_p],
