@@ -94,11 +94,15 @@ struct Weights {
     for (int64_t i = 0; i < range.blocks(); i++) {
       const int64_t channel = range.from + i * LANES;
       bias[i] = c.bias ? c.bias.load(channel, range.count(channel)) : Vec{};
-      for (int64_t j = 0; j < c.reach; j++) {
-        Vec &tap = taps[i * c.reach + j] = Vec{};
-        for (int lane = 0; lane < range.count(channel); lane++)
-          load_row(c.weight, channel + lane, c.reach - 1 - j, 0, 1, (float *)&tap + lane);
-      }
+      c.weight.half ? fill(c, (const uint16_t *)c.weight.data, channel, range.count(channel), taps + i * c.reach)
+                    : fill(c, (const float *)c.weight.data, channel, range.count(channel), taps + i * c.reach);
+    }
+  }
+  template <class T> static void fill(const Conv &c, const T *weight, int64_t channel, int count, Vec *out) {
+    for (int64_t j = 0; j < c.reach; j++) {
+      out[j] = Vec{};
+      const T *tap = weight + channel * c.weight.row + (c.reach - 1 - j) * c.weight.step;
+      for (int lane = 0; lane < count; lane++) ((float *)(out + j))[lane] = widened(tap[lane * c.weight.row]);
     }
   }
 };
