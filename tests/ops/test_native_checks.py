@@ -144,7 +144,7 @@ def test_every_kernel_is_checked_in_every_dtype(library: Library, monkeypatch: p
 
 
 PLANTED = [
-    pytest.param(library, name, way, id=f"{name}-{way}")
+    pytest.param(library, name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (way in KINDS[4:]))
     for library, name in ALL
     for way in KERNELS[name].ways
     if library is not attention.LIBRARY and name != "scan_starts"

@@ -62,21 +62,18 @@ template <class Work> inline void over_channels(const Step &s, const Work &work)
 inline void step_conv(const Step &s, int64_t row, float *u) {
   const int64_t W = s.reach, D = s.width, x = row * D, tail = row * (W - 1) * D;
   over_channels(s, [&](int64_t d, int lanes) {
-    const auto tap = [&](int64_t k) {
-      Vec out{};
-      for (int i = 0; i < lanes; i++) out[i] = s.conv_weight[(d + i) * W + k];
-      return out;
-    };
-    const Vec now = s.x.load(x + d, lanes);
-    Vec z = (s.conv_bias ? s.conv_bias.load(d, lanes) : Vec{}) + tap(W - 1) * now;
-    for (int64_t k = 0; k < W - 1; k++) {
-      const Vec before = s.tail.load(tail + k * D + d, lanes);
-      z += tap(k) * before;
-      if (k > 0) s.new_tail.store(tail + (k - 1) * D + d, lanes, before);
+    Vec z{};
+    for (int i = 0; i < lanes; i++) {
+      const int64_t taps = (d + i) * W;
+      float sum = (s.conv_bias ? s.conv_bias[d + i] : 0) + s.conv_weight[taps + W - 1] * s.x[x + d + i];
+      for (int64_t k = 0; k < W - 1; k++) sum += s.conv_weight[taps + k] * s.tail[tail + k * D + d + i];
+      z[i] = sum;
     }
-    if (W > 1) s.new_tail.store(tail + (W - 2) * D + d, lanes, now);
     z *= sigmoid(z);
     std::memcpy(u + d, &z, 4 * lanes);
+    for (int64_t k = 1; k < W; k++)
+      s.new_tail.store(tail + (k - 1) * D + d, lanes,
+                       k < W - 1 ? s.tail.load(tail + k * D + d, lanes) : s.x.load(x + d, lanes));
   });
 }
 
@@ -100,7 +97,7 @@ inline void step_row(const Step &s, int64_t row, float *u, float *dt, float *y, 
     for (int64_t n = 0; n < N; n += LANES) {
       const int lanes = N - n < LANES ? int(N - n) : LANES;
       const Vec A = -exp2(s.A_log.load(d * N + n, lanes) * LOG2E);
-      const Vec h = exp2(A * (dt[d] * LOG2E)) * s.h.load(at + n, lanes) + some(B + n, lanes) * (dt[d] * u[d]);
+      const Vec h = some(B + n, lanes) * (dt[d] * u[d]) + exp2(A * (dt[d] * LOG2E)) * s.h.load(at + n, lanes);
       s.new_h.store(at + n, lanes, h);
       sum += h * some(C + n, lanes);
     }
