@@ -273,6 +273,7 @@ _NAMES = (
     "scores.h",
     "layout.h",
     "tile.h",
+    "native_check.py",
 )
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _CALL = [ctypes.c_char_p, ctypes.c_int64]

@@ -46,7 +46,8 @@ class Form:
 
 
 class Library:
-    """``sources`` are the C++ files, the first is compiled and may include the others; all lie beside ``module``.
+    """``sources`` are the C++ files and the check's: the first is compiled and may include the others, and what passed
+    another check is made again. All lie beside ``module``.
 
     ``check`` runs the kernels against the reference and returns ``None``, or what is wrong. ``functions`` gives the C
     argument types by function name; every function returns nothing, unless ``returns`` names a type. Of the ``forms``

@@ -43,8 +43,9 @@ def selective_scan(
     as is all the arithmetic. ``resets`` boolean (B, T): the step starts a document and forgets what came before.
     ``real`` boolean (B, T): elsewhere is padding, which may hold anything, leaves the state exactly as it is and
     yields zero. ``into`` (B, D, N), not ``state``: the last state is written there, without a gradient. Cost: O(T D N)
-    time; memory for the states of one chunk, and for the backward pass the first state of each. ``backend`` forces one;
-    if it refuses, ``UserError`` gives its reason.
+    time; memory for the states of one chunk, and for the backward pass for states of B T D numbers at most. A step
+    (T = 1) with ``into``, without a gradient, makes nothing of a state's size. ``backend`` forces one; if it refuses,
+    ``UserError`` gives its reason.
     """
     call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
     with _without_autocast(x):
