@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-import torch
-
+from phylon.ops.checks import transformed
 from phylon.spec.errors import UserError, did_you_mean
 
 C = TypeVar("C", contravariant=True)
@@ -97,8 +96,8 @@ class Dispatch(Generic[C]):
 
     def _refusal(self, name: str, call: C) -> str | None:
         backend = self.backends[name]
-        if name != "reference" and torch._C._are_functorch_transforms_active():
-            return "torch.func looks into the reference alone"
+        if name != "reference" and transformed():
+            return "torch.func and forward-mode differentiation see into the reference alone"
         return backend.available() or backend.supports(call)
 
     def _named(self, name: str) -> Backend[C]:
