@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phylon.cli.common import Device, note
+from phylon.cli.common import Device, begun, note
 from phylon.cli.interrupts import check
 
 
@@ -113,7 +113,7 @@ def _sampler(prompts: list[str]) -> Any:
                 return []
             given = prompts or [first_prompt(model.tokenizer)]
             found = generate(model, given, max_new_tokens=96, temperature=0.8, top_p=0.95, seed=0, logprobs=False)
-            return [_text(model, p) + (r["text"] or "") for p, r in zip(given, found, strict=True)]
+            return [_shown(model, p, r["text"] or "") for p, r in zip(given, found, strict=True)]
 
     return Samples()
 
@@ -127,8 +127,11 @@ def first_prompt(tokenizer: Any) -> str | list[int]:
     return "def " if tokenizer.decode(ids) == "def " else [0]
 
 
-def _text(model: Any, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+def _shown(model: Any, prompt: str | list[int], text: str) -> str:
+    """A sample: the prompt and how it goes on, or what an encoder has read and what is made of it."""
+    if model.encoder is None:
+        return begun(model, prompt) + text
+    return f"{prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)} -> {text}"
 
 
 def writes_text(model: Any) -> bool:
