@@ -88,7 +88,8 @@ def test_an_encoder_decoder_prints_what_it_makes_of_its_prompt(run: Callable, tm
     save(model, tmp_path / "model")
     options = ["--max-new-tokens", 6, "--temperature", 0]
     first, second = (r["text"] for r in generate(model.eval(), ["abc", [7, 1]], max_new_tokens=6, temperature=0))
-    assert first and second
+    assert first
+    assert second
     assert run("generate", tmp_path / "model", "--prompt", "abc", *options) == (0, first + "\n", "")
     assert run("generate", tmp_path / "model", "--prompt-ids", "7 1", *options).out == second + "\n"
     both = run("generate", tmp_path / "model", "--prompt", "abc", "--prompt-ids", "7 1", *options)

@@ -1,5 +1,4 @@
-"""Every command that reads text on every kind of model: an answer, or one line that says what the model is and what runs
-it."""
+"""Every command that reads text on every kind of model: an answer, or one line with its kind and what runs it."""
 
 import io
 import re
@@ -20,14 +19,13 @@ from phylon.text.wordpiece import train_wordpiece
 
 TEXT = "the cat sat on the mat"
 VECTORS = "phylon encode gives the vectors of texts"
+IMAGES = "no command reads them, call it in Python with images="
 COMMANDS = ("generate", "chat", "score", "encode")
 
 
 def encoder(**heads: object) -> ModelSpec:
     size = train_wordpiece([TEXT] * 3, 40).vocab_size
-    spec = bert_spec(
-        d_model=16, n_layers=1, n_heads=2, d_ff=24, max_seq_len=32, vocab_size=size, heads=("mlm", "nsp")
-    )
+    spec = bert_spec(d_model=16, n_layers=1, n_heads=2, d_ff=24, max_seq_len=32, vocab_size=size, heads=("mlm", "nsp"))
     return spec.replace(heads=heads, ties=()) if heads else spec
 
 
@@ -43,7 +41,7 @@ def not_done(name: str, shown_by: str, **done: str) -> list[str]:
     return [(lines | done)[command] for command in COMMANDS]
 
 
-# By kind: its spec, and for each of COMMANDS what standard output begins with, or (this is …) the one line of the refusal.
+# By kind: its spec, and for each of COMMANDS the beginning of standard output, or (this is …) the line of the refusal.
 KINDS: dict[str, tuple[Callable[[], ModelSpec], list[str]]] = {
     "decoder": (
         lambda: small("llama"),
@@ -71,7 +69,10 @@ KINDS: dict[str, tuple[Callable[[], ModelSpec], list[str]]] = {
     "number": (
         lambda: encoder(**{"class": Classify(n_classes=1, pool=First())}),
         not_done(
-            "a model that gives a text a number", "phylon score says the number of a text", score="    score", encode="  1 "
+            "a model that gives a text a number",
+            "phylon score says the number of a text",
+            score="    score",
+            encode="  1 ",
         ),
     ),
     "words": (
@@ -89,7 +90,11 @@ KINDS: dict[str, tuple[Callable[[], ModelSpec], list[str]]] = {
     ),
     "images": (
         lambda: small("vit"),
-        not_done("a model of images", "no command reads them, call it in Python with images=", score="this is a model of images, which does not read texts: no command reads them, call it in Python with images="),
+        not_done(
+            "a model of images",
+            IMAGES,
+            score=f"this is a model of images, which does not read texts: {IMAGES}",
+        ),
     ),
     "encoder-decoder": (
         lambda: small("t5"),
@@ -153,4 +158,6 @@ def test_each_command_does_it_or_says_what_does(
     for form in ("native", "gguf"):
         target = tmp_path / f"again{'.gguf' * (form == 'gguf')}"
         found = run("convert", folder, target, "--to", form)
-        assert found.code == 0 or re.fullmatch(r"phylon: (no family's gguf format|GGUF has no place) .*\n", found.err), found
+        assert found.code == 0 or re.fullmatch(
+            r"phylon: (no family's gguf format|GGUF has no place) .*\n", found.err
+        ), found

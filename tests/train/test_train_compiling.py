@@ -1,4 +1,4 @@
-"""A run with ``run.compile``: what the compiler says is kept beside the run, and where it fails the run goes on without."""
+"""A run with ``run.compile``: the compiler is heard beside the run, and where it fails the run goes on without."""
 
 import logging
 import os

@@ -8,7 +8,6 @@ from phylon.spec.base import Head
 from phylon.spec.errors import UserError
 from phylon.text import Tokenizer
 
-
 Task = Literal["classes", "scores", "words", "answers"]
 
 

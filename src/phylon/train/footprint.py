@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -42,12 +43,40 @@ class RowCost(NamedTuple):
 
 def row_cost(gradients: Gradients, batch: Batch) -> RowCost:
     """Run one and two rows of ``batch`` forward and backward, and see what is allocated."""
-    if len(next(iter(batch.values()))) == 1:
-        batch = {name: torch.cat([value, value]) for name, value in batch.items()}
+    batch = two_rows(batch)
     found = [_measured(gradients, {name: value[:rows] for name, value in batch.items()}) for rows in (1, 2)]
     gradients.optimizer.drop()
     pairs = [(one, max(0.0, two - one)) for one, two in zip(*found, strict=True)]
     return RowCost(*pairs)
+
+
+def resident_peak(work: Callable[[], object]) -> float:
+    """The most that this process has of the machine's memory while ``work`` runs; 0 where the system does not tell."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
+    work()
+    try:
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration, ValueError):
+        return 0.0
+
+
+def steps_peak(gradients: Gradients, batch: Batch, lr: float) -> float:
+    """The process's peak over a few whole steps of two rows, on the model and optimizer of ``gradients``."""
+    two = two_rows(batch)
+
+    def steps() -> None:
+        for _ in range(3):  # the optimizer's state is made in the first, and moves what lies around it
+            found = gradients.of(two, None)
+            gradients.optimizer.step(lr, 1.0 / (found.divisor or 1.0))
+
+    return resident_peak(steps)
+
+
+def two_rows(batch: Batch) -> Batch:
+    """The first two rows, or the only one twice."""
+    return {name: torch.cat([value, value])[:2] if len(value) == 1 else value[:2] for name, value in batch.items()}
 
 
 def _measured(gradients: Gradients, batch: Batch) -> tuple[float, float, float]:
