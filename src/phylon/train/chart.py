@@ -46,7 +46,7 @@ def line_chart(lines: Sequence[Line], *, height: float, x_label: str, title: str
         x = place(value, y_axis.low)[0]
         parts.append(f'<path class="grid" d="M{x:.1f} {bottom:g}v4"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle">{_number(value)}</text>')
-    parts.append(f'<text class="tick" x="{LEFT - 8:g}" y="{bottom + 17:g}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{LEFT - 20:g}" y="{bottom + 17:g}" text-anchor="end">{escape(x_label)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT:g} {bottom:g}H{right:g}"/>')
     for line in lines:
         spots = [place(x, y) for x, y in line.points]

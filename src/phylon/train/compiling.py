@@ -22,6 +22,7 @@ def compiler_log(folder: Path) -> Generator[None]:
         yield
         return
     handler, before = _Beside(folder / NAME), warnings.showwarning
+    ours: list[logging.Handler] = [handler]
     loggers = [logging.getLogger(f"torch.{part}") for part in _PARTS]
     kept = [(logger.handlers[:], logger.propagate) for logger in loggers]
 
@@ -32,7 +33,7 @@ def compiler_log(folder: Path) -> Generator[None]:
             before(message, category, filename, lineno, *more)
 
     for logger in loggers:
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers, logger.propagate = ours, False
     warnings.showwarning = show  # type: ignore[assignment]
     try:
         yield

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 
 from phylon.train.gradients import Gradients
+from phylon.train.memory import keep_freed_memory
 from phylon.train.objectives.base import Batch
 
 GIB = 2.0**30
+MOST_SECONDS = 10.0  # of a step that is run whole
 # Of a control group's memory, in both versions of the kernel's interface: where its folders are, and the files of its
 # limit and its use, and the part of ``memory.stat`` that is cache of files not read lately.
 _GROUPS = {
@@ -43,7 +45,7 @@ class RowCost(NamedTuple):
 
 def row_cost(gradients: Gradients, batch: Batch) -> RowCost:
     """Run one and two rows of ``batch`` forward and backward, and see what is allocated."""
-    batch = two_rows(batch)
+    batch = taken(batch, 2)
     found = [_measured(gradients, {name: value[:rows] for name, value in batch.items()}) for rows in (1, 2)]
     gradients.optimizer.drop()
     pairs = [(one, max(0.0, two - one)) for one, two in zip(*found, strict=True)]
@@ -62,21 +64,32 @@ def resident_peak(work: Callable[[], object]) -> float:
         return 0.0
 
 
-def steps_peak(gradients: Gradients, batch: Batch, lr: float) -> float:
-    """The process's peak over a few whole steps of two rows, on the model and optimizer of ``gradients``."""
-    two = two_rows(batch)
+def steps_peak(gradients: Gradients, batch: Batch, lr: float, rows: int) -> tuple[int, float]:
+    """The process's peak over a few whole steps, on the model and optimizer of ``gradients``; of how many rows.
 
-    def steps() -> None:
-        for _ in range(3):  # the optimizer's state is made in the first, and moves what lies around it
-            found = gradients.of(two, None)
+    That is ``rows``, made of those of ``batch``, as far as a step takes seconds; else two.
+    """
+    keep_freed_memory()  # as the run will
+
+    def steps(rows: int, count: int) -> None:
+        part = taken(batch, rows)
+        for _ in range(count):
+            found = gradients.of(part, None)
             gradients.optimizer.step(lr, 1.0 / (found.divisor or 1.0))
 
-    return resident_peak(steps)
+    started = time.perf_counter()
+    peak = resident_peak(lambda: steps(2, 2))
+    seconds = (time.perf_counter() - started) / 2
+    if rows <= 2 or seconds * rows / 2 > MOST_SECONDS:
+        return 2, peak
+    # The optimizer's state lies now where a larger step would have its values: only the third is as all others.
+    return rows, resident_peak(lambda: steps(rows, 4))
 
 
-def two_rows(batch: Batch) -> Batch:
-    """The first two rows, or the only one twice."""
-    return {name: torch.cat([value, value])[:2] if len(value) == 1 else value[:2] for name, value in batch.items()}
+def taken(batch: Batch, rows: int) -> Batch:
+    """So many rows of a batch, the same again where it has fewer."""
+    times = -(-rows // len(next(iter(batch.values()))))
+    return {name: torch.cat([value] * times)[:rows] for name, value in batch.items()}
 
 
 def _measured(gradients: Gradients, batch: Batch) -> tuple[float, float, float]:

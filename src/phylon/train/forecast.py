@@ -126,12 +126,12 @@ class _Sampled:
     """What a few batches tell: the cost of the largest one's rows, and means over all, each a row's.
 
     ``share``: the mean row's FLOPs over those of the rows that were measured. ``rows``: of a whole batch, on the mean;
-    ``most_rows``: those of the largest one, which the memory must do for. ``resident``: the process at the peak of a
-    few steps of two rows, 0 where it is not known.
+    ``most_rows``: those of the largest one, which the memory must do for. ``stepped``: of how many
+    rows whole steps were run, and the process at their peak (0 where it is not known).
     """
 
     cost: RowCost
-    resident: float
+    stepped: tuple[int, float]
     rows: float
     most_rows: int
     steps: int
@@ -264,19 +264,23 @@ def _sampled(
     mean = sum(f * n for f, n in zip(flops, sizes, strict=True)) / sum(sizes)
     by_rows = isinstance(getattr(loader, "order", None), BatchOrder)
     most_rows = run.batch_size if by_rows else _rows(heaviest)
+    part = math.ceil(most_rows / (run.accumulate * world.size))
     precision = resolve_precision(run.precision, resolve_device(device))
     if shape is None:
         optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
         gradients = Gradients(parallel, objective, optimizer, precision, 1)
-        resident = 0.0 if gradients.device.type == "cuda" else steps_peak(gradients, heaviest, recipe.optim.lr)
+        stepped = (0, 0.0)
+        if gradients.device.type != "cuda":
+            roomy = rough_bytes(recipe, model, world) < ROOMY * _free(gradients.device, world)
+            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, part if roomy else 2)
         cost = row_cost(gradients, heaviest)
     else:
-        row = formula_bytes(recipe, shape, world) / math.ceil(most_rows / (run.accumulate * world.size))
+        row = formula_bytes(recipe, shape, world) / part
         seconds = largest / ceiling_flops(resolve_device(device), precision)
-        cost, resident = RowCost((row, row), (row, row), (seconds, seconds)), 0.0
+        cost, stepped = RowCost((row, row), (row, row), (seconds, seconds)), (0, 0.0)
     return _Sampled(
         cost=cost,
-        resident=resident,
+        stepped=stepped,
         rows=run.batch_size if by_rows else sum(sizes) / N_SAMPLED,
         most_rows=most_rows,
         steps=_steps(recipe, loader),
@@ -287,11 +291,11 @@ def _sampled(
 
 
 def _beside_tensors(found: _Sampled, states: dict[str, float]) -> float:
-    """What the process had at the peak of steps of two rows beside their tensors; no mean of the weights was made."""
-    if not found.resident:
+    """What the process had at the peak of steps that were run beside their tensors; no mean of the weights was made."""
+    rows, resident = found.stepped
+    if not resident:
         return 0.0
-    tensors = sum(states.values()) - states["mean_bytes"] + found.cost.at(2)[1]
-    return max(0.0, found.resident - tensors)
+    return max(0.0, resident - sum(states.values()) + states["mean_bytes"] - found.cost.at(rows)[1])
 
 
 def _steps(recipe: Recipe, loader: Batches) -> int:
