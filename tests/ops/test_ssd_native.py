@@ -1,6 +1,5 @@
 """Mamba-2's scan in C++ against the written-out recurrence: shapes, groups, documents, padding, threads, memory."""
 
-import ctypes
 import math
 from typing import Any
 
@@ -15,7 +14,7 @@ from phylon.ops.scan.ssd import native
 from phylon.spec import UserError
 
 LENGTHS = [1, 2, 64, 135]
-# Heads, groups, width, size: one head; more heads a group than a thread takes together, no multiples of a vector; whole.
+# Heads, groups, width, size: one head; more heads a group than a thread takes at once, no whole vectors; whole ones.
 SHAPES = [(1, 1, 5, 3), (10, 2, 19, 37), (4, 4, 16, 32)]
 BY_TIME = ("x", "dt", "B", "C")
 BATCH = 3
@@ -70,7 +69,7 @@ def everything(
 
 
 def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], bound: float) -> None:
-    """To ``bound`` of the largest; the gradient of A, a sum over all steps and numbers that cancel, to ten times that."""
+    """To ``bound`` of the largest; the gradient of A, a sum over all steps that can cancel, to ten times that."""
     bounds = {"A": 10 * bound}
     for name, value in got.items():
         assert value.isfinite().all(), name
@@ -161,7 +160,7 @@ def test_slices_of_a_wider_tensor_are_read_where_they_are() -> None:
 
 @pytest.mark.parametrize("rate", [1e-4, 0.1, 3.0, 40.0])
 def test_exponentials_are_good_to_their_last_bits(rate: float) -> None:
-    """One step from a state of one, without an input, is the exponential itself; a step of zero keeps it bit for bit."""
+    """One step from a state of one, without an input, is the exponential itself; a step of zero keeps all bits."""
     dt, one = torch.linspace(0, 1, 4096)[None, None], torch.ones(1, 1, 1, 1)
     A, none = torch.full((4096,), -rate), torch.zeros(1, 1, 4096, 1)
     for x in (none, none.clone().requires_grad_()):  # a step, and a chunk
@@ -235,33 +234,3 @@ def test_the_dispatch_takes_it_first() -> None:
     given = {n: t.float() for n, t in inputs(4, (2, 1, 8, 5)).items()}
     lines = scan.ssd_dispatch.explain(scan.SSDCall(**given, breaks=scan.Breaks()))
     assert [line.backend for line in lines if line.chosen] == ["native"]
-
-
-@pytest.mark.slow
-def test_a_wrong_kernel_is_found_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever result it is, in either dtype."""
-    forward, backward = native.LIBRARY.ssd_forward, native.LIBRARY.ssd_backward
-    spoiled: list[int] = []
-
-    def spoil(address: int | None, half: bool) -> None:
-        if address and half == spoiled[1]:
-            ctypes.memset(address, 0x47, 4)
-
-    def wrong_forward(call: Any, y: Any, last: int, starts: int | None) -> None:
-        forward(call, y, last, starts)
-        spoil([y._obj.data, last][spoiled[0]] if spoiled[0] < 2 else None, bool(y._obj.half))
-
-    def wrong_backward(call: Any, grad: Any) -> None:
-        backward(call, grad)
-        g = grad._obj
-        spoil([None, None, g.x.data, g.dt.data, g.B, g.C, g.A, g.D, g.h0][spoiled[0]], bool(g.x.half))
-
-    monkeypatch.setitem(native.LIBRARY.__dict__, "ssd_forward", wrong_forward)
-    monkeypatch.setitem(native.LIBRARY.__dict__, "ssd_backward", wrong_backward)
-    for half in (0, 1):
-        for result in range(9):
-            spoiled[:] = result, half
-            reason = native.LIBRARY.check()
-            assert reason is not None, (result, half)
-            assert "is off by" in reason
-            assert "\n" not in reason

@@ -35,7 +35,8 @@ inline thread_local std::vector<float> sums;
 struct Scan {
   int64_t batch, length, width, size, threads;
   Tensor x, dt, B, C;
-  const float *A, *D, *h0;
+  Numbers A, D;     // (D, N), (D,)
+  const float *h0;  // (B, D, N)
   const uint8_t *resets, *real;
 };
 
@@ -104,7 +105,8 @@ void load_numbers(const Scan &s, const Tensor &tensor, int64_t row, int64_t star
 }
 
 // (D, N) of one block as N vectors of channels, and back.
-void load_matrix(const Scan &s, const float *matrix, int64_t block, int64_t padded, float scale, Vec *out) {
+template <class Matrix>
+void load_matrix(const Scan &s, Matrix matrix, int64_t block, int64_t padded, float scale, Vec *out) {
   for (int64_t n = 0; n < padded; n++) out[n] = Vec{};
   if (!matrix) return;
   for (int i = 0; i < lanes_of(s, block); i++)
@@ -117,9 +119,7 @@ void store_matrix(const Scan &s, float *matrix, int64_t block, const Vec *in) {
 }
 
 Vec load_skip(const Scan &s, int64_t block) {
-  Vec out{};
-  std::memcpy(&out, s.D + block * LANES, 4 * lanes_of(s, block));
-  return out;
+  return s.D.load(block * LANES, lanes_of(s, block));
 }
 
 enum Wanted { OUTPUTS, LAST, ALL };
@@ -375,7 +375,6 @@ void sum_parts(const float *parts, int64_t stride, int64_t count, int64_t number
 
 extern "C" {
 using namespace phylon;
-
 
 // Numbers of the buffer `starts`.
 int64_t scan_starts(int64_t batch, int64_t length, int64_t width, int64_t size) {

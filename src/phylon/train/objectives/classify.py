@@ -127,7 +127,9 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         numbers = all(name.isdigit() for name in classes.names) and named is None
         if not numbers:
             self._check_number(material.spec, classes)
-        material.say("classes: " + ", ".join(f"{i} {n}" for i, n in enumerate(classes.names) if not numbers))
+        count = material.spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        shown = f"0 to {count - 1}" if numbers else ", ".join(f"{i} {n}" for i, n in enumerate(classes.names))
+        material.say(f"classes: {shown}")
         return None if numbers else classes
 
     def named(self, feed: Feed, classes: Classes | None) -> Feed:

@@ -10,10 +10,10 @@ from torch import Tensor
 from phylon.ops.backward import once
 from phylon.ops.native import Library, pointer, strided
 from phylon.ops.scan.call import SSDCall
-from phylon.ops.scan.native import _masks, _refusal, _rows, _target, _wide
+from phylon.ops.scan.native import dense_rows, in_fp32, masks_of, refusal_of, target_of
 
 _BLOCK, _TASKS = 4, 8
-"""A thread takes up to 4 heads together, which share the products of B and C, unless that leaves fewer than 8 pieces."""
+"""A thread takes up to 4 heads at once, which share the products of B and C, unless that leaves fewer than 8 pieces."""
 
 
 class _View(Structure):
@@ -51,15 +51,15 @@ class SSDNative:
         return LIBRARY.reason()
 
     def supports(self, call: SSDCall) -> str | None:
-        return _refusal((call.x, call.dt, call.B, call.C), (call.A, call.D, call.state))
+        return refusal_of((call.x, call.dt, call.B, call.C), (call.A, call.D, call.state))
 
     def run(self, call: SSDCall) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (_rows(t) for t in (call.x, call.dt, call.B, call.C))
-        A, D, h = call.A.float().contiguous(), call.D.float().contiguous(), _wide(call.state)
-        tensors = (x, dt, A, B, C, D, h, *_masks(call))
+        x, dt, B, C = (dense_rows(t) for t in (call.x, call.dt, call.B, call.C))
+        A, D, h = call.A.float().contiguous(), call.D.float().contiguous(), in_fp32(call.state)
+        tensors = (x, dt, A, B, C, D, h, *masks_of(call))
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _NativeSSD.apply(*tensors)
-        y, last = torch.empty(x.shape, dtype=x.dtype), _target(call.into, h)
+        y, last = torch.empty(x.shape, dtype=x.dtype), target_of(call.into, h)
         last = _states(x, B) if last is None else last
         LIBRARY.ssd_forward(byref(_scan(*tensors)), byref(_View.of(y, x.shape)), _address(last, x, B), None)
         return y, last
@@ -77,14 +77,22 @@ class _NativeSSD(torch.autograd.Function):
     """``x`` (B, T, H, P), ``dt`` (B, T, H), ``A``, ``D`` (H,), ``B``, ``C`` (B, T, G, N), ``h`` (B, H, P, N)."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
-        x, _, _, B, *_ = tensors
-        assert x is not None
-        assert B is not None
-        call = _scan(*tensors)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        h: Tensor | None,
+        resets: Tensor | None,
+        real: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        call = _scan(x, dt, A, B, C, D, h, resets, real)
         y, last = torch.empty(x.shape, dtype=x.dtype), _states(x, B)
         starts = torch.empty(LIBRARY.ssd_starts(byref(call)))
-        ctx.save_for_backward(*tensors, starts)
+        ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
         ctx.set_materialize_grads(False)
         LIBRARY.ssd_forward(byref(call), byref(_View.of(y, x.shape)), last.data_ptr(), starts.data_ptr())
         return y, last
@@ -95,7 +103,7 @@ class _NativeSSD(torch.autograd.Function):
         *tensors, starts = ctx.saved_tensors
         x, dt, _, B, C, _, h, *_ = tensors
         call = _scan(*tensors)
-        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
+        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
         grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
         blocks = -(-(x.shape[2] // B.shape[2]) // call.block)
