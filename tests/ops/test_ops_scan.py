@@ -421,5 +421,5 @@ def test_torch_func_gets_the_recurrence() -> None:
     torch.testing.assert_close(torch.func.grad(total)(x), expected)
     every = torch.func.vmap(lambda x: selective_scan(x, **inputs)[0])(torch.stack([x, 2 * x]))
     torch.testing.assert_close(every[1], selective_scan(2 * x, **inputs)[0])
-    with pytest.raises(UserError, match="see into the reference alone"):
+    with pytest.raises(UserError, match=r"torch\.func .* see into the reference alone"):
         torch.func.grad(lambda x: selective_scan(x, **inputs, backend="chunked")[0].sum())(x)

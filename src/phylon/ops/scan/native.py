@@ -311,7 +311,7 @@ LIBRARY = Library(
     __name__,
     [
         Path(__file__).with_name(name)
-        for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h", "check.py")
+        for name in ("native.cpp", "vectors.h", "selective.h", "selective_backward.h", "conv.h", "step.h", "check.py")
     ],
     {
         "scan_starts": [c_int64] * 4,
