@@ -275,6 +275,37 @@ def test_answers_evaluate_as_squad_does(tmp_path):
     assert recipe.objective.evaluate(Oracle(), batches)["exact_match"] < 1.0, "without a threshold there is always one"
 
 
+def alone(batch):
+    """The rows of a batch, each in a batch of its own without padding."""
+    for row, length in enumerate(batch["segments"].sum(1).tolist()):
+        yield {
+            name: value[row : row + 1, :length] if value.shape[1:2] == batch["segments"].shape[1:] else value[row][None]
+            for name, value in batch.items()
+        }
+
+
+@pytest.mark.parametrize("kind", ["answers", "text_classes", "text_scores", "word_classes"])
+def test_what_an_evaluation_says_does_not_depend_on_who_is_in_the_batch(tmp_path, kind):
+    recipe = tiny(kind)
+    if kind == "answers":
+        draw = np.random.default_rng(0)
+        rows = [{"question": "who?", "context": " ".join(draw.choice(["anna", "saw", "ben", "end"], n)) + " end",
+                 "answer": "end", "start": ""} for n in (1, 2, 9, 12) for _ in range(12)]  # fmt: skip
+        recipe = answer_recipe(tmp_path, [row | {"start": len(row["context"]) - 3} for row in rows])
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    model, batches = prepared.model.eval(), list(prepared.feed.held_out())
+    assert any((batch["segments"] == 0).any() for batch in batches), "some rows are padded"
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(5):
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.5, generator=draw)
+            together = recipe.objective.evaluate(model, batches)
+            apart = recipe.objective.evaluate(model, [one for batch in batches for one in alone(batch)])
+            assert together == pytest.approx(apart, rel=1e-4), together
+
+
 def test_the_answers_that_are_refused(tmp_path):
     rows = [{"question": "who?", "context": "it was anna", "answer": "anna", "start": 3}]
     with pytest.raises(UserError, match=r"qa.jsonl:1: the answer 'anna' is not at character 3; it stands at 7"):
