@@ -192,6 +192,31 @@ def test_what_labels_are_refused(tmp_path):
     refused(tmp_path, both.replace('"text_classes"', '"text_classes"\nhead = "token"'), "needs a head with a pool")
 
 
+@pytest.mark.parametrize("stray", [-1, 0.5, 2, "x", "²"])
+@pytest.mark.parametrize("kind", ["text_classes", "word_classes"])
+def test_a_stray_label_is_named_and_passed_over_by_policy(tmp_path, kind, stray):
+    """Whether a head of two classes or, for whole numbers, of three."""
+    labels = [[number % 2 if number != 7 else stray] for number in range(40)]
+    words = kind == "word_classes"
+    rows = [{"words": ["a"], "labels": y} if words else {"text": f"a {y}", "label": y[0]} for y in labels]
+    base = TASKS[kind][0]
+    source = table(tmp_path, rows)
+    base = base[: base.index("source =")] + source + base[base.index("\ntokenizer") :].replace("0.3", "0.0")
+    message = r"qa.jsonl:8: the label .* is out of range: classes are 0 to {}; objective.classes names others.*=skip"
+    refused(tmp_path / "two", base, message.format(1))
+    if stray == -1:
+        refused(tmp_path / "three", base.replace("n_classes = 2", "n_classes = 3"), message.format(2))
+    skip = base.replace(source, source.replace(" }", ', unreadable = "skip" }'))
+    recipe = recipe_from_toml("schema = 1\n" + skip)
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    assert len(prepared.feed.loader.rows) == 39
+    named = recipe.replace(objective=recipe.objective.replace(classes=("0", "1")))
+    prepared = prepare(named, tmp_path / "named", check(named, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    assert len(prepared.feed.loader.rows) == 39
+
+
 def table(folder, rows):
     (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f'source = {{ kind = "table", path = "{folder}/qa.jsonl" }}'
@@ -372,6 +397,7 @@ def test_what_image_classes_refuses(tmp_path):
     base = TASKS["image_classes"][0]
     for old, new, message in [
         ("n_classes = 3", "n_classes = 4", r"the data have 3 classes \(0, 1, 2\) and the head 'class' 4"),
+        ("n_classes = 3", "n_classes = 2", r"in data.source.classes \('2' is the rarest: 13, image:\d+\)"),
         ("n_channels = 1", "n_channels = 3", "the images have 1 channels and the model reads 3"),
         ("patch_size = 4", "patch_size = 8", "steps = 1"),
         ("augment = {", "pixels = { size = [9, 8] }\naugment = {", "images of 9 x 8 do not cut into patches of 4 x 4"),
