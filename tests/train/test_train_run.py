@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def test_tinygpt_falls_as_the_guide_prints(tmp_path):
     result = train("tinygpt", out=tmp_path / "run", overrides={"run.steps": 61}, device="cpu")
     assert sum(p.numel() for p in result.model.parameters()) == 349_344
     check_fall(losses(result.out), [60])
+
+
+def test_a_damaged_tokenizer_of_a_run_is_named_with_the_way_on(tmp_path):
+    recipe = recipe_from_toml(SMALL).replace(run=recipe_from_toml(SMALL).run.replace(steps=1, eval_every=None))
+    out = train(recipe, out=tmp_path / "run", device="cpu").out
+    file = out / "tokenizer" / "tokenizer.json"
+    whole = file.read_bytes()
+    for damage in (lambda: file.write_bytes(whole[:99]), lambda: shutil.rmtree(out / "tokenizer")):
+        damage()
+        with pytest.raises(UserError, match=rf"put this run's own '{out}/tokenizer' back, or --fresh begins again"):
+            train(recipe, out=out, resume=True, device="cpu")
 
 
 @pytest.mark.slow
