@@ -100,6 +100,17 @@ def test_translation_learns_its_pairs_by_heart(tmp_path):
     assert bleu(said, [b for _, b in PAIRS])[0] > 90
 
 
+def test_the_size_of_batches_by_tokens_stays_on_the_way(tmp_path):
+    pytest.importorskip("sacrebleu")
+    recipe = tiny("translation")
+    recipe = recipe.replace(run=recipe.run.replace(steps=1))
+    train(recipe, out=tmp_path, device="cpu")
+    changed = recipe.replace(objective=recipe.objective.replace(max_tokens=100))
+    for allow in (False, True):
+        with pytest.raises(UserError, match=r"objective.max_tokens was 120 and is now 100: .*--allow-changes neither"):
+            train(changed, out=tmp_path, resume=True, allow_changes=allow, device="cpu")
+
+
 def test_what_translation_refuses(tmp_path):
     base = TASKS["translation"][0]
     for old, new, message in [

@@ -82,6 +82,29 @@ def test_a_damaged_tokenizer_of_a_run_is_named_with_the_way_on(tmp_path):
             train(recipe, out=out, resume=True, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("changes", "fixed"),
+    [
+        ({"model.d_model": 32}, True),
+        ({"model.n_layers": 2, "model.attention_dropout": 0.1}, True),
+        ({"model.n_kv_heads": 1}, True),
+        ({"model.max_seq_len": 32}, False),
+        ({"model.attention_dropout": 0.1}, False),
+    ],
+)
+def test_changes_are_offered_where_the_parameters_stay(tmp_path, changes, fixed):
+    start = {"run.steps": 1, "run.eval_every": None}
+    out = train(recipe_from_toml(SMALL), overrides=start, out=tmp_path / "run", device="cpu").out
+    for allow in (False, True) if fixed else (False,):
+        with pytest.raises(UserError) as caught:
+            train(recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=allow,
+                  device="cpu")  # fmt: skip
+        assert ("and --allow-changes neither" if fixed else "or with --allow-changes") in str(caught.value)
+        assert all(path in str(caught.value) for path in changes)
+    if not fixed:
+        train(recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=True, device="cpu")
+
+
 @pytest.mark.slow
 def test_tinygpt_whole_run(tmp_path):
     check_fall(losses(train("tinygpt", out=tmp_path, device="cpu").out), [60, 120, 180, 240, 300])
