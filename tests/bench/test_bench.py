@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,46 @@ def test_files_are_merged_by_cell(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.part"))
     fresh = run("toy", rounds=1)["rows"]
     assert sum("change" in row for row in compared(fresh, read(path))) == 2
+
+
+def test_a_row_that_stays_keeps_no_ratio_to_one_of_another_run(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    store(path, run("toy", only={"n": ["1"]}, against="twin", sides=["right"], rounds=1))
+    store(path, run("toy", only={"n": ["1"]}, sides=["twin"], against="twin", rounds=1))
+    rows = {row["side"]: row for row in read(path)["rows"]}
+    assert "speedup" not in rows["right"]
+    assert rows["twin"]["speedup"] == 1.0
+
+
+def test_a_cell_that_the_base_refuses_is_measured_without_it() -> None:
+    rows = {row["side"]: row for row in run("toy", sides=["right"], against="other", rounds=1)["rows"]}
+    assert rows["other"]["refused"] == "not here"
+    assert rows["right"]["ms"] > 0
+    assert "speedup" not in rows["right"]
+
+
+def test_what_was_measured_is_stored_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, measure = tmp_path / "figures.json", clock.measure
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(clock, "measure", stop)
+        return measure(*args, **options)
+
+    def stop(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(clock, "measure", interrupted)
+    main(["bench", "toy", "--side", "right", "--rounds", "1", "--out", str(out)])
+    assert [row["key"]["n"] for row in read(out)["rows"]] == [1]
+
+
+def test_a_stored_result_of_other_cells_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    assert main(["bench", "toy", "--side", "right", "--only", "n=1", "--rounds", "1", "--out", str(out)]) == 0
+    assert main(["bench", "toy", "--side", "right", "--only", "n=2", "--rounds", "1", "--against", str(out)]) == 0
+    assert "has none of these cells" in capsys.readouterr().err
+    assert main(["bench", "toy", "--side", "right", "--against", str(tmp_path / "no.json")]) == 2
+    assert "no.json': no such file" in capsys.readouterr().err
 
 
 def test_disturbed_rounds_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from phylon import __version__
+from phylon.cli.train import _sampler
 from phylon.families import family
 from phylon.families.llama import llama_spec
+from phylon.generate import generate
 from phylon.hub import describe, load, save
-from phylon.model import build
+from phylon.model import GenerationDefaults, build
+from phylon.text import char_tokenizer
 
 MIXER = '''
 from phylon.layers.part import Linear, Part
@@ -75,6 +78,25 @@ def test_generate_as_text_and_json(run: Callable, model_folder: Path) -> None:
     assert results[1]["prompt"] == [0, 1, 2]
     both = run("generate", model_folder, "--prompt", "abc", "--prompt", "h", *options).out
     assert both.startswith(shown.out + "\n---\n\nh")
+
+
+def test_an_encoder_decoder_prints_what_it_makes_of_its_prompt(run: Callable, tmp_path: Path) -> None:
+    """The target alone, streamed or one of several, of texts and of ids; a sample in training keeps them apart."""
+    model = build(family("t5").cases()[0], device="cpu")
+    model.tokenizer = char_tokenizer("abcdefgh")
+    model.generation = GenerationDefaults(decoder_start_id=0, pad_id=0)
+    save(model, tmp_path / "model")
+    options = ["--max-new-tokens", 6, "--temperature", 0]
+    first, second = (r["text"] for r in generate(model.eval(), ["abc", [7, 1]], max_new_tokens=6, temperature=0))
+    assert first
+    assert second
+    assert run("generate", tmp_path / "model", "--prompt", "abc", *options) == (0, first + "\n", "")
+    assert run("generate", tmp_path / "model", "--prompt-ids", "7 1", *options).out == second + "\n"
+    both = run("generate", tmp_path / "model", "--prompt", "abc", "--prompt-ids", "7 1", *options)
+    assert both.out == f"{first}\n\n---\n\n{second}\n"
+    found = json.loads(run("generate", tmp_path / "model", "--prompt", "abc", *options, "--json").out)
+    assert (found["results"][0]["prompt"], found["results"][0]["text"]) == ("abc", first)
+    assert all(text.startswith("abc -> ") for text in _sampler(["abc"]).take(model))
 
 
 def test_the_seed_decides_what_is_drawn(run: Callable, model_folder: Path) -> None:

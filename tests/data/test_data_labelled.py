@@ -99,7 +99,16 @@ def test_classes_are_numbered_by_size_or_name():
 
 
 def test_labels_are_numbers_where_all_are_whole_or_every_number_is_there():
-    for labels in ([0, 1], [-1, 0, 1], ["+1", "-1"], ["1", "2"], [0, 1, "²"], [0, 1, 0.5], ["0", "1", "x"], [1, 0, True]):
+    for labels in (
+        [0, 1],
+        [-1, 0, 1],
+        ["+1", "-1"],
+        ["1", "2"],
+        [0, 1, "²"],
+        [0, 1, 0.5],
+        ["0", "1", "x"],
+        [1, 0, True],
+    ):
         assert Classes.of(labels).are_numbers(2), labels
     for labels in (["no", "yes"], ["0.0", "1.0"], ["2.7", "3.11"], [0, "x"], [True, False]):
         assert not Classes.of(labels).are_numbers(2), labels

@@ -13,8 +13,12 @@ import phylon
 from phylon.checkpoint import open_gguf, open_safetensors, write_gguf, write_safetensors
 from phylon.cli.main import main
 from phylon.families import families
+from phylon.families.bert import bert_spec
 from phylon.hub import load, save
 from phylon.hub.save import save_gguf
+from phylon.layers.heads.classify import Classify
+from phylon.layers.heads.pools import First, Mean
+from phylon.model import build
 from phylon.spec.errors import UserError
 from phylon.spec.serial import parse_toml
 
@@ -451,3 +455,19 @@ def test_a_generation_file_alone_says_how_to_sample(folder):
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1}))
     found = load(folder, device="cpu").generation
     assert (found.repetition_penalty, found.eos_ids, found.bos_id) == (None, (3,), 1)
+
+
+def test_a_head_that_their_format_lacks_is_refused_with_the_one_it_has(tmp_path):
+    """Pooled by the mean, as text-classes and text-scores make it; with the head of the message it can be saved."""
+    for n in (1, 3):
+        spec = bert_spec(d_model=16, n_layers=1, n_heads=2, vocab_size=20, max_seq_len=8, heads=("class",), n_classes=n)
+        model = build(spec.replace(heads={"class": Classify(n_classes=n, pool=Mean(), dropout=0.1)}), device="cpu")
+        model.family = "bert"
+        with pytest.raises(UserError) as error:
+            save(model, tmp_path / "refused", format="hf")
+        text = one_line(error)
+        assert "bert's hf format has no place for heads.class.pool Mean: save it as native, or train it with" in text
+        theirs = eval(text.partition("class = ")[2], {"Classify": Classify, "First": First})
+        other = build(spec.replace(heads={"class": theirs}), device="cpu")
+        other.family = "bert"
+        assert load(save(other, tmp_path / str(n), format="hf"), device="cpu").spec.heads == {"class": theirs}

@@ -17,6 +17,7 @@ from phylon.layers.ffn.moe import MoE, MoEModule
 from phylon.layers.ffn.routers import GroupedSigmoidRouter, RenormalisedRouter, Router, SoftmaxRouter
 from phylon.ops.experts import dispatch
 from phylon.ops.loss import Loss
+from phylon.ops.rows import native as rows
 from phylon.patterns import Records
 from phylon.spec import UserError, build, from_json, override, to_json
 
@@ -257,6 +258,47 @@ def test_rows_of_padding_alone_count_nothing() -> None:
     for loss in aux.values():
         assert float(loss.sum.detach()) == 0
         assert int(loss.count) == 0
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf])
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize(
+    "router",
+    [
+        SoftmaxRouter(top_k=2, jitter=0.1, bias=True),
+        RenormalisedRouter(),
+        GroupedSigmoidRouter(top_k=2, n_groups=2, top_groups=1),
+    ],
+)
+@pytest.mark.parametrize("route", [Dropless(), Capacity(factor=0.5)])
+def test_padding_that_is_no_number_counts_nowhere(
+    router: Router, route: Dispatcher, backend: str, garbage: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Output, auxiliary terms, load and every gradient are those of other padding, to the last bit."""
+    monkeypatch.setattr(rows, "FEW", 0)
+    if reason := dispatch.backends[backend].available():
+        pytest.skip(reason)
+    spec = MoE(n_experts=4, expert=GLU(d_ff=8), router=router, dispatch=route, shared=GLU(d_ff=8))
+    segments = torch.ones(3, 9, dtype=torch.int64)
+    segments[0, 5:], segments[1, :2], segments[2] = 0, 0, 0
+    pull = torch.randn(3, 9, D, generator=torch.Generator().manual_seed(1)) * (segments != 0)[..., None]
+    found = []
+    for padding in (garbage, 0.5):
+        moe = module(spec).train()
+        x = inputs(3).masked_fill((segments == 0)[..., None], padding).requires_grad_()
+        torch.manual_seed(0)
+        with dispatch.force(backend):
+            out, aux = run(moe, x, segments)
+            ((out * pull)[segments != 0].sum() + sum(loss.sum for loss in aux.values())).backward()
+        numbers = [out[segments != 0], x.grad, *(tensor for loss in aux.values() for tensor in loss)]
+        numbers += [getattr(moe.router, "load", None), *(parameter.grad for parameter in moe.parameters())]
+        found.append([number.detach() for number in numbers if number is not None])
+    assert len(found[0]) == len(found[1])
+    for ours, wanted in zip(*found, strict=True):
+        assert bool(wanted.isfinite().all())
+        assert torch.equal(ours, wanted)
+    assert bool(found[0][1].any()), "real tokens have gradients"
+    assert not found[0][1][segments == 0].any()
 
 
 def test_names_of_the_auxiliary_terms_and_of_the_parameters() -> None:

@@ -225,6 +225,14 @@ def test_a_refusal_has_a_reason(options: dict[str, object], reason: str) -> None
     assert torch.isfinite(attention(*inputs, **options)).all()
 
 
+def test_explain_takes_what_attention_takes() -> None:
+    inputs = qkv(3, 3)
+    assert explain(*inputs, pattern=None) == explain(*inputs)
+    assert [line.backend for line in explain(*inputs, backend="online") if line.chosen] == ["online"]
+    with pytest.raises(UserError, match="unknown attention backend 'onlin'"):
+        explain(*inputs, backend="onlin")
+
+
 def test_explain_and_force() -> None:
     inputs = qkv(3, 3)
     lines = {line.backend: line for line in explain(*inputs, pattern=Causal())}

@@ -11,6 +11,7 @@ from torch import Tensor
 from helpers import assert_close
 from phylon.ops.attention import AlibiBias, BucketBias, attention, dispatch
 from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention.native import _setting
 from phylon.patterns import (
     BigBird,
     Causal,
@@ -255,6 +256,25 @@ def test_a_visible_nan_is_not_hidden() -> None:
     assert not out[:, :30].isnan().any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("t", "s"), [(70, 70), (1, 70), (2, 600)])
+@pytest.mark.parametrize("which", ["q", "k"])
+@pytest.mark.parametrize("sink", [None, torch.ones(4)])
+def test_a_row_of_nan_scores_is_nan(dtype: torch.dtype, t: int, s: int, which: str, sink: Tensor | None) -> None:
+    """Not zeros, as of a row that sees nothing: a network that has diverged must not look like one that has not."""
+    call = as_dtype(made(t, s, b=1, pattern=Causal(), sink=sink), dtype)[0]
+    # The NaN that GPUs write has every bit of the fraction set.
+    nan = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32).to(dtype)
+    x = getattr(call, which).detach().clone()
+    x[:, -1 if which == "q" else slice(None), 0] = nan
+    call = replace(call, **{which: x.requires_grad_()})
+    out, expected = NATIVE.run(call), REFERENCE.run(call)
+    assert bool(out[:, -1, 0].isnan().all())
+    assert torch.equal(out.isnan(), expected.isnan())
+    grad, wanted = (torch.autograd.grad(y.float().sum(), x)[0] for y in (out, expected))
+    assert torch.equal(grad.isnan(), wanted.isnan())
+
+
 class Slope:
     """A bias of the user's own."""
 
@@ -302,3 +322,43 @@ def test_positions_of_either_width() -> None:
         for backend in ("native", "reference")
     ]
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def far_apart() -> Records:
+    """Two rows whose documents go on far away, in either order."""
+    near = torch.arange(70)
+    return Records(torch.stack([torch.where(near < 40, near, near + 10_000_000), 3_000_000 - 50_000 * near]))
+
+
+@pytest.mark.parametrize("both_sides", [True, False])
+@pytest.mark.parametrize("pattern", [Full(), Causal()])
+def test_positions_far_apart_take_no_more_memory(pattern: Pattern, both_sides: bool) -> None:
+    """A table of buckets ends where the last bucket begins, whatever fp32 rounds its edge to."""
+    for furthest in (20, 128, 3_210):
+        bias = BucketBias(feature("buckets")["bias"].table, furthest, both_sides)
+        records = far_apart()
+        call = made(70, 70, pattern=pattern, query=records, key=records, bias=bias)
+        compare(call, f"{bias}")
+        table = _setting(as_dtype(call, torch.float32)[0])[0]
+        assert table is not None
+        assert table.shape[1] <= 4 * furthest + 1
+        ends, far = torch.tensor([bias.reach, -bias.reach]), torch.tensor([2**40, -(2**40)])
+        assert torch.equal(bias.by_distance(ends), bias.by_distance(far))
+
+
+def test_slopes_far_apart_are_left_to_tiles() -> None:
+    records = far_apart()
+    call = made(70, 70, pattern=Causal(), query=records, key=records, **feature("alibi"))
+    call = as_dtype(call, torch.float32)[0]
+    reason = "positions are up to 10,000,069 apart, too far for a table of AlibiBias"
+    assert NATIVE.supports(call) == reason
+    chosen = dispatch.pick(call)
+    assert chosen.name not in ("native", "reference")
+    for ours, theirs in zip(
+        both_ways(call, torch.float32, chosen), both_ways(call, torch.float32, REFERENCE), strict=True
+    ):
+        assert_close(ours, theirs, floor=1.0)
+    with torch.no_grad():
+        few = replace(call, q=call.q[:, -2:], query=records.map(lambda field: field[:, -2:]))
+        assert NATIVE.supports(few) is None, "a few queries have a bias of every pair"
+        assert_close(NATIVE.run(few), REFERENCE.run(few), floor=1.0)

@@ -98,6 +98,12 @@ def segments(n: int, kind: str) -> Records:
     return Records((index - n // 3).clamp(min=0)[None] if kind == "left" else index[None] % 20, own[None])
 
 
+def far(n: int) -> Records:
+    """The second half stands far from the first."""
+    index = torch.arange(n)
+    return Records(torch.where(index < n // 2, index, index + 10_000_000)[None])
+
+
 def learned(*shape: int) -> Tensor:
     return torch.linspace(-1, 1, int(torch.Size(shape).numel())).view(shape).requires_grad_()
 
@@ -113,6 +119,9 @@ CASES: dict[str, Any] = {
     "bfloat16": lambda: call(24, 24, torch.bfloat16, pattern=Causal(), dropout=0.2),
     "float16": lambda: call(24, 24, torch.float16, pattern=Causal()),
     "buckets": lambda: call(33, 33, pattern=Full(), bias=BucketBias(learned(8, 2), 20, True)),
+    "buckets of far positions": lambda: call(
+        33, 33, pattern=Full(), query=far(33), key=far(33), bias=BucketBias(learned(8, 2), 20, True)
+    ),
     "all": lambda: call(
         45,
         45,
@@ -172,5 +181,7 @@ def test_inside_refusals() -> None:
     wide = AttentionCall(q=made.q.double(), k=made.k.double(), v=made.v.double())
     assert "float64" in (Triton().supports(wide) or "")
     broad = torch.zeros(1, 2, 1, 257)
+    slopes = call(33, 33, query=far(33), key=far(33), bias=AlibiBias(learned(2)))
+    assert "too far for a table" in (Triton().supports(slopes) or "")
     assert "wider than 256" in (Triton().supports(AttentionCall(q=broad, k=broad, v=broad)) or "")
     assert "triton" in dispatch.backends

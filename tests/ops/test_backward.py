@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import phylon.ops
 from phylon.ops import attention, experts, feedforward, linear, norm, rotary, scan, scores
-from phylon.ops.loss import linear_cross_entropy
+from phylon.ops.embedding import embedding
+from phylon.ops.loss import cross_entropy, linear_cross_entropy
 from phylon.ops.native import pointer, strided
 from phylon.ops.triton import unavailable
 from phylon.spec import UserError
@@ -123,6 +125,110 @@ def test_a_second_derivative_is_refused_in_one_line(op: str, backend: str) -> No
     first = out[0] if isinstance(out, tuple) else out
     with pytest.raises(UserError, match="has no second derivative: use"):
         torch.autograd.grad(first.square().sum(), leaves, create_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o != ("conv", "shifted")])
+def test_several_gradients_at_once_are_refused_in_one_line(op: str, backend: str) -> None:
+    dispatch, function, shapes = OPS[op]
+    leaves = [draw(*shape).requires_grad_() for shape in shapes]
+    if reason := dispatch.backends[backend].available():  # type: ignore[attr-defined]
+        pytest.skip(reason)
+    with dispatch.force(backend):  # type: ignore[attr-defined]
+        out = function(*leaves)
+    first = out[0] if isinstance(out, tuple) else out
+    with pytest.raises(UserError, match=r"takes one gradient at a time.*: use"):
+        torch.autograd.grad(first, leaves, torch.ones(2, *first.shape), is_grads_batched=True, allow_unused=True)
+
+
+def _value(op: str) -> Callable[..., Tensor]:
+    function = OPS[op][1]
+
+    def value(*leaves: Tensor) -> Tensor:
+        out = function(*leaves)
+        return sum(o.float().sin().sum() for o in (out if isinstance(out, tuple) else (out,)))  # type: ignore[return-value]
+
+    return value
+
+
+def _close(ours: Tensor | tuple[Tensor, ...], wanted: Tensor | tuple[Tensor, ...]) -> None:
+    pairs = [(ours, wanted)] if isinstance(ours, Tensor) else zip(ours, wanted, strict=True)
+    for mine, other in pairs:
+        assert mine.shape == other.shape
+        assert float((mine - other).norm()) <= 1e-4 * max(1e-3, float(other.norm()))
+
+
+def _by_reference(op: str, leaves: list[Tensor], tangents: list[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
+    """The gradients, and their derivatives along ``tangents``, by two backward passes."""
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    with scores.dispatch.force("reference") if op == "loss" else OPS[op][0].force("reference"):  # type: ignore[attr-defined]
+        if op == "loss":
+            h, w, b = leaves
+            value = cross_entropy(h @ w.T + b, torch.arange(len(h)) % 97, z_loss=0.1).sum.sin()
+        else:
+            value = _value(op)(*leaves)
+        grads = torch.autograd.grad(value, leaves, create_graph=True)
+        along = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
+        second = torch.autograd.grad(along, leaves, materialize_grads=True)  # type: ignore[arg-type]
+    return tuple(g.detach() for g in grads), second
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_torch_func_and_forward_mode(op: str) -> None:
+    """Gradients, those by example, products with the Jacobian and the Hessian: from the references, unasked."""
+    value, shapes = _value(op), OPS[op][2]
+    leaves, tangents = ([draw(*shape) * scale for shape in shapes] for scale in (1.0, 0.01))
+    tangents = [t.flip(0) for t in tangents]
+    places = tuple(range(len(leaves)))
+    grads, second = _by_reference(op, leaves, tangents)
+    gradient = torch.func.grad(value, places)
+    _close(gradient(*leaves), grads)
+    along = torch.stack([(g * t).sum() for g, t in zip(grads, tangents, strict=True)]).sum()
+    _close(torch.func.jvp(value, tuple(leaves), tuple(tangents))[1], along)
+    with forward_ad.dual_level():
+        dual = value(*(forward_ad.make_dual(leaf, t) for leaf, t in zip(leaves, tangents, strict=True)))
+        _close(forward_ad.unpack_dual(dual).tangent, along)
+    _close(torch.func.jvp(gradient, tuple(leaves), tuple(tangents))[1], second)
+    pairs = [torch.stack([leaf, leaf.flip(0)]) for leaf in leaves]
+    wanted = [_by_reference(op, [pair[i] for pair in pairs], tangents)[0] for i in (0, 1)]
+    _close(torch.func.vmap(gradient)(*pairs), tuple(torch.stack(both) for both in zip(*wanted, strict=True)))
+
+
+@pytest.mark.parametrize(("op", "backend"), [(op, name) for op, name in OWN if op != "loss"])
+def test_a_backend_of_our_own_says_that_torch_func_cannot_see_it(op: str, backend: str) -> None:
+    leaves = tuple(draw(*shape) for shape in OPS[op][2])
+    if reason := OPS[op][0].backends[backend].available():  # type: ignore[attr-defined]
+        pytest.skip(reason)
+    with (
+        OPS[op][0].force(backend),  # type: ignore[attr-defined]
+        pytest.raises(UserError, match=r"cannot run this call: torch\.func and forward-mode .* see into the ref"),
+    ):
+        torch.func.grad(_value(op))(*leaves)
+
+
+def test_experts_by_example_even_where_their_tokens_differ() -> None:
+    """And the rows that are sent nowhere may hold anything."""
+    x, gates, up, down = draw(2, 6, 8), draw(2, 6, 2), draw(4, 5, 8), draw(4, 8, 5)
+    chosen = torch.randint(-1, 4, (2, 6, 2), generator=torch.Generator().manual_seed(0))
+    chosen[0, 0], x[0, 0] = -1, torch.nan
+
+    def value(up: Tensor, x: Tensor, gates: Tensor, chosen: Tensor) -> Tensor:
+        return experts.experts(x, chosen, gates, experts.ExpertWeights(up=up, down=down)).sin().sum()
+
+    ours = torch.func.vmap(torch.func.grad(value), (None, 0, 0, 0))(up, x, gates, chosen)
+    for i in (0, 1):
+        leaf = up.clone().requires_grad_()
+        _close(ours[i], *torch.autograd.grad(value(leaf, x[i], gates[i], chosen[i]), leaf))
+
+
+def test_the_table_under_torch_func() -> None:
+    ids, weight, pull = torch.tensor([[3, 1, 3]]), draw(5, 4), draw(1, 3, 4)
+    leaf = weight.clone().requires_grad_()
+    rows, table = embedding(ids, leaf)
+    ones = torch.stack([pull, 2 * pull])
+    outputs, grads = (rows, table), (ones, torch.ones(2, 5, 4))
+    (made,) = torch.autograd.grad(outputs, leaf, grads, is_grads_batched=True)
+    wanted = torch.func.grad(lambda w: (embedding(ids, w)[0] * pull).sum())(weight)
+    _close(made, torch.stack([1 + wanted, 1 + 2 * wanted]))
 
 
 def test_a_second_derivative_of_the_references_is_there() -> None:

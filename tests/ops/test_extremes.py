@@ -1,10 +1,12 @@
-"""The native activations at the ends of the numbers, forward and backward: PyTorch's own values."""
+"""The native activations and norms at the ends of the numbers, forward and backward: PyTorch's own values."""
 
 import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from phylon.ops import norm
 from phylon.ops.activation import ACTIVATIONS
 from phylon.ops.rows import native as rows
 
@@ -37,3 +39,36 @@ def test_activations_are_pytorchs(kind: str, upstream: float, gated: bool) -> No
     torch.testing.assert_close(made.x, grads[0], **same)
     if gated:
         torch.testing.assert_close(made.up, grads[1], **same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("centred", [True, False])
+def test_norms_are_finite_wherever_pytorchs_are(
+    centred: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the least number to the greatest; equal to it forward, and backward, where squares hold, to fp64."""
+    monkeypatch.setattr(rows, "FEW", 0)
+    scales = torch.tensor([10.0**e for e in range(-44, 38, 2)] + [1e19, 1.7e19, 2e19, 1e37, 5e37])
+    shapes = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).clamp(-3, 3)
+    shapes[1, 1:], shapes[3, ::2], shapes[4] = 0, 1, shapes[4].abs()
+    values = (scales[:, None, None] * shapes).flatten(0, 1)
+    values = torch.cat([values, 3.3e38 * shapes.sign()]).to(dtype)
+    weight, bias = torch.linspace(-1, 2, 40).to(dtype), torch.linspace(0, 1, 40).to(dtype)
+    found = []
+    for kind, ours in ((dtype, True), (dtype, False), (torch.float64, False)):
+        leaf, w, b = values.to(kind, copy=True).requires_grad_(), weight.to(kind), bias.to(kind)
+        if centred:
+            y = norm.layer_norm(leaf, w, b, 1e-12, backend="native") if ours else F.layer_norm(leaf, (40,), w, b, 1e-12)
+        else:
+            y = norm.rms_norm(leaf, w, 1e-12, backend="native") if ours else F.rms_norm(leaf, (40,), w, 1e-12)
+        pull = torch.linspace(2, -1, 40).to(dtype).to(kind).expand_as(leaf)
+        found.append((y.detach().double(), torch.autograd.grad(y, leaf, pull)[0].double()))
+    (y, grad), theirs, (_, exact) = found
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    both = theirs[0].isfinite().all(-1)
+    assert int(both.sum()) > 150
+    assert float((y - theirs[0])[both].abs().max()) <= tolerance * 10
+    assert bool(grad[theirs[1].isfinite()].isfinite().all())
+    held = values.abs().amax(-1) < 1e17
+    error, size = (grad - exact)[held].norm(dim=-1), exact[held].norm(dim=-1)
+    assert bool((error <= tolerance * size).all())

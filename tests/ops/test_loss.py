@@ -1,5 +1,7 @@
 """The fused loss against PyTorch's, in both directions, and what never exists in memory."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -181,6 +183,26 @@ def test_the_logits_never_exist(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_mean_of_a_loss() -> None:
     assert float(Loss(torch.tensor(6.0), torch.tensor(3)).mean) == 2.0
+
+
+def test_the_mean_is_over_weights_whatever_they_sum_to() -> None:
+    found = cross_entropy(torch.zeros(2, 10), torch.tensor([1, 2]), weights=torch.tensor([0.1, 0.2]))
+    assert float(found.mean) == pytest.approx(math.log(10))
+    none = cross_entropy(torch.zeros(2, 10), torch.tensor([1, 2]), weights=torch.zeros(2))
+    assert float(none.mean) == 0
+
+
+@pytest.mark.parametrize("junk", [math.nan, math.inf])
+def test_what_is_ignored_can_hold_anything(junk: float) -> None:
+    hidden, weight = torch.randn(6, 4), torch.randn(5, 4)
+    targets = torch.tensor([1, -100, 2, 3, -100, 0])
+    grads = []
+    for filled in (0.0, junk):
+        given = [hidden.masked_fill((targets == -100)[:, None], filled), weight]
+        inputs = [x.clone().requires_grad_() for x in given]
+        grads.append(torch.autograd.grad(linear_cross_entropy(*inputs, targets).sum, inputs))
+    for clean, dirty in zip(*grads, strict=True):
+        assert torch.equal(clean, dirty)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

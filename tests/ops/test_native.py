@@ -1,6 +1,7 @@
 """Compiling beside the run: ready, being made, no compiler, does not compile, wrong, crashing; all in one line."""
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -96,6 +97,45 @@ def test_a_note_that_is_a_folder_is_a_reason(made) -> None:
     reason = library.wait(5)
     assert "cannot be read: Is a directory; remove it" in reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ("{tmp}/file", "Not a directory"),
+        ("{tmp}/file/below", "Not a directory"),
+        ("{tmp}/" + "x" * 300, "File name too long"),
+        ("/proc/phylon", "No such file or directory"),
+        ("~nobody-of-this-name/cache", "no such home folder"),
+        ("{tmp}/closed", "Permission denied"),
+    ],
+)
+def test_a_cache_that_keeps_nothing(
+    made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chosen: str, why: str
+) -> None:
+    """The reason names the folder and the variable, for every form alike; the readable backends go on."""
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir(mode=0)
+    if why == "Permission denied" and os.access(tmp_path / "closed", os.W_OK):
+        pytest.skip("this user may write anywhere")
+    if chosen.startswith("/proc") and not Path("/proc").is_dir():
+        pytest.skip("no /proc on this machine")
+    chosen = chosen.format(tmp=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHYLON_CACHE", chosen)
+    library = made("lib_cache", forms='Form("odd", ("-DODD",)), Form()')
+    wanted = f"'{chosen}/native' keeps no kernels: {why}; set PHYLON_CACHE to a folder that you can write to"
+    assert library.wait(5) == library.reason() == wanted
+    assert not list(tmp_path.glob("~*"))
+
+
+def test_the_cache_may_be_told_from_home(made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PHYLON_CACHE", "~/kept")
+    assert module.cache_folder() == tmp_path / "kept" / "native"
+    monkeypatch.setenv("PHYLON_CACHE", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert module.cache_folder() == tmp_path / ".cache" / "phylon" / "native"
 
 
 @pytest.mark.parametrize(

@@ -257,18 +257,36 @@ def test_no_tensor_of_all_states(length: int) -> None:
     assert sum(made.sizes) <= starts + gradients + 16 * width * size * 4
 
 
-def test_a_step_makes_its_output_and_nothing_else() -> None:
-    inputs = {n: t.float() for n, t in scan_inputs(1, 64, 16, batch=1).items()}
-    conv = {n: t.float() for n, t in conv_inputs(1, 64, 4, batch=1).items()}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_makes_its_output_and_nothing_else(dtype: torch.dtype) -> None:
+    inputs = {n: t.to(dtype) for n, t in scan_inputs(1, 64, 16, batch=1).items()}
+    inputs["state"] = inputs["state"].float()
+    conv = {n: t.to(dtype) for n, t in conv_inputs(1, 64, 4, batch=1).items()}
     into, tail = torch.empty_like(inputs["state"]), torch.empty_like(conv["tail"])
     with _Made() as made:
         _, last = selective_scan(**inputs, into=into, backend="native")
     assert last is into
-    assert made.sizes == [64 * 4]
+    assert made.sizes == [64 * dtype.itemsize]
     with _Made() as made:
         _, last = causal_conv(**conv, into=tail, activation="silu", backend="native")
     assert last is tail
-    assert sorted(made.sizes)[-1] <= conv["weight"].numel() * 4, "the output, and the weight turned"
+    assert made.sizes == [64 * dtype.itemsize]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_read_where_they_lie(dtype: torch.dtype) -> None:
+    """Any strides of the taps give the same bits, and a gradient like the weight."""
+    inputs = {n: t.to(dtype) for n, t in conv_inputs(9, 37, 4).items()}
+    turned = inputs | {"weight": inputs["weight"].mT.contiguous().mT}
+    wide = inputs | {"weight": torch.stack([inputs["weight"]] * 2, -1).flatten(1)[:, ::2]}
+    outputs = []
+    for given in (inputs, turned, wide):
+        weight = given["weight"].requires_grad_()
+        y, last = causal_conv(**given, activation="silu", backend="native")
+        (grad,) = torch.autograd.grad(y.float().square().sum(), weight)
+        assert (grad.shape, grad.dtype) == (weight.shape, dtype)
+        outputs.append((y, last, grad))
+    assert all(torch.equal(a, b) for other in outputs[1:] for a, b in zip(outputs[0], other, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["native", "chunked", "reference"])

@@ -1,23 +1,31 @@
 """One token through the middle of a Mamba block in one call: against the ops it is made of; where it steps aside."""
 
+from dataclasses import fields
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phylon.families.mamba import mamba_spec
 from phylon.model import build
+from phylon.ops.native import ready
 from phylon.ops.scan import StepCall, mamba_step, native, step_dispatch
 from phylon.spec import UserError
 
 pytestmark = pytest.mark.skipif(native.LIBRARY.reason() is not None, reason=f"native: {native.LIBRARY.reason()}")
 
 
-def call(batch: int, width: int, size: int, rank: int, reach: int, *, bias: bool = True) -> StepCall:
+def call(
+    batch: int, width: int, size: int, rank: int, reach: int, *, bias: bool = True, dtype: torch.dtype = torch.float32
+) -> StepCall:
     g = torch.Generator().manual_seed(width)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
+        return torch.randn(*shape, generator=g).to(dtype)
 
+    wide = torch.promote_types(dtype, torch.float32)
     return StepCall(
         x=draw(batch, 1, width),
         z=draw(batch, 1, width),
@@ -29,9 +37,9 @@ def call(batch: int, width: int, size: int, rank: int, reach: int, *, bias: bool
         A_log=draw(width, size),
         D=draw(width),
         tail=draw(batch, reach - 1, width),
-        state=draw(batch, width, size),
-        new_tail=torch.empty(batch, reach - 1, width),
-        new_state=torch.empty(batch, width, size),
+        state=draw(batch, width, size).to(wide),
+        new_tail=torch.empty(batch, reach - 1, width, dtype=dtype),
+        new_state=torch.empty(batch, width, size, dtype=wide),
     )
 
 
@@ -46,12 +54,75 @@ def test_it_equals_its_ops(sizes: tuple[int, int, int, int, int], bias: bool) ->
         assert not a.numel() or (a - b).abs().max() <= 2e-6 * b.abs().max()
 
 
+@pytest.mark.parametrize("sizes", [(1, 64, 16, 4, 4), (3, 37, 5, 3, 2), (1, 130, 64, 9, 4)], ids=str)
+@pytest.mark.parametrize("mixed", [False, True])
+@torch.no_grad()
+def test_sixteen_bits_outside(sizes: tuple[int, int, int, int, int], mixed: bool) -> None:
+    """fp32 inside: the output is rounded once, the state not at all; parameters may be wide, as under autocast."""
+    made, exact = call(*sizes, dtype=torch.bfloat16), call(*sizes, dtype=torch.bfloat16)
+    if mixed:
+        for name in ("conv_weight", "x_proj", "dt_proj", "A_log", "tail", "new_tail"):
+            setattr(made, name, getattr(made, name).float())
+    for field in fields(StepCall):
+        setattr(exact, field.name, getattr(exact, field.name).double())
+    assert step_dispatch.pick(made).name == "native"
+    y, wanted = mamba_step(made), mamba_step(exact, "reference")
+    assert (y.dtype, made.new_state.dtype) == (torch.bfloat16, torch.float32)
+    assert (y.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
+    assert (made.new_state - exact.new_state).abs().max() <= 2e-6 * exact.new_state.abs().max()
+    assert torch.equal(made.new_tail.double(), exact.new_tail)
+
+
+class _Made(TorchDispatchMode):
+    """Bytes of the tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.sizes.append(t.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_it_makes_its_output_and_nothing_else(dtype: torch.dtype) -> None:
+    given = call(2, 64, 16, 4, 4, dtype=dtype)
+    with _Made() as made:
+        y = mamba_step(given)
+    assert made.sizes == [y.numel() * y.element_size()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@torch.no_grad()
+def test_its_ops_make_nothing_of_the_states_size(dtype: torch.dtype) -> None:
+    """Where the kernel steps aside, be it for a dtype, a device or a missing compiler."""
+    given = call(1, 64, 64, 4, 4, dtype=dtype)
+    with ready.without(), _Made() as made:
+        y = mamba_step(given, "reference")
+    assert max(made.sizes) < given.state.untyped_storage().nbytes() / 4
+    exact = call(1, 64, 64, 4, 4, dtype=dtype)
+    for field in fields(StepCall):
+        setattr(exact, field.name, getattr(exact, field.name).double())
+    wanted = mamba_step(exact, "reference")
+    torch.testing.assert_close(y.double(), wanted, rtol=0.1, atol=0.05 * float(wanted.abs().max()))
+
+
 @torch.no_grad()
 def test_what_it_cannot_do_is_named() -> None:
     made = call(1, 8, 2, 1, 4)
-    made.x = made.x.bfloat16()
+    made.x = made.x.half()
     assert step_dispatch.pick(made).name == "reference"
     with pytest.raises(UserError, match="contiguous float32"):
+        mamba_step(made, "native")
+    made = call(1, 8, 2, 1, 4)
+    made.new_state = made.new_state.bfloat16()
+    with pytest.raises(UserError, match="keeps the state in float32"):
         mamba_step(made, "native")
     made = call(1, 8, 2, 1, 4)
     made.x.requires_grad_()

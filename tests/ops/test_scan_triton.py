@@ -30,8 +30,9 @@ def both_ways(name: str, leaves: list[Tensor], breaks: Breaks) -> list[Tensor]:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_inside_equals_the_reference(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks and blocks of channels, none of them whole; documents, padding that holds NaN, a state before."""
+    """Several parts, chunks and blocks of channels, none of them whole; documents, padding of NaN, a state before."""
     monkeypatch.setattr(launcher, "_CHUNK", 8)
+    monkeypatch.setattr(launcher, "_PART", 2)
     monkeypatch.setattr(launcher, "_NUMBERS", 16)
     generator = torch.Generator().manual_seed(0)
     rows, tokens, width, size = 2, 19, 5, 3

@@ -70,6 +70,13 @@ def test_a_wide_range_is_drawn_on_a_logarithmic_axis():
     assert ">0.1<" in svg
 
 
+def test_ticks_differ_and_steps_are_whole():
+    """Three steps of a warmup from 7.5e-5 to 2.25e-4."""
+    svg = line_chart([Line([(1, 7.5e-5), (2, 1.5e-4), (3, 2.25e-4)], "a")], height=150, x_label="step", title="t")
+    ticks = re.findall(r'<text class="tick"[^>]*>([^<]*)</text>', svg)
+    assert ticks == ["1e-4", "1.5e-4", "2e-4", "1", "2", "3", "step"]
+
+
 def test_charts_take_what_a_bad_run_logs():
     bad = [(0, 1.0), (1, math.nan), (2, None), (3, math.inf), (4, 2.0)]
     assert len(path_of(line_chart([Line(bad, "a")], height=99, x_label="x", title="<&>"), "a")) == 2

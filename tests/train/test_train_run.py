@@ -102,7 +102,9 @@ def test_changes_are_offered_where_the_parameters_stay(tmp_path, changes, fixed)
         assert ("and --allow-changes neither" if fixed else "or with --allow-changes") in str(caught.value)
         assert all(path in str(caught.value) for path in changes)
     if not fixed:
-        train(recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=True, device="cpu")
+        train(
+            recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=True, device="cpu"
+        )
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phylon.bench.run import Row, words
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, system_reason
 
 
 def row_line(row: Row) -> str:
@@ -29,7 +29,9 @@ def read(path: Path) -> dict[str, Any]:
     """A stored result."""
     try:
         stored = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"cannot read '{path}': {system_reason(error)}") from None
+    except ValueError as error:
         raise UserError(f"{path} is no stored benchmark: {error}") from None
     if not isinstance(stored, dict) or not isinstance(stored.get("rows"), list):
         raise UserError(f"{path} is no stored benchmark: it has no rows")
@@ -53,10 +55,16 @@ def check_target(path: Path) -> None:
 
 
 def store(path: Path, result: dict[str, Any]) -> None:
-    """Write ``result``; cells that the file already has are replaced, others of it stay, each with its own machine."""
+    """Write ``result``; rows that the file already has are replaced, others of it stay, each with its own machine.
+
+    A row that stays loses its ``speedup`` where that refers to a row that is replaced: the two are of different runs.
+    """
     rows = [row | {"machine": result["machine"]} for row in result["rows"]]
     new = {_name(row) for row in rows}
     old = [row for row in read(path)["rows"] if _name(row) not in new] if path.exists() else []
+    for row in old:
+        if "base" in row and _name(row | {"side": row["base"]}) in new:
+            del row["base"], row["speedup"]
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps({"schema": 1, "rows": old + rows}, indent=1) + "\n")
     part.replace(path)

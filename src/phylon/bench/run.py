@@ -27,7 +27,8 @@ def run(
     """Measure the cells of case ``name``: ``{"machine": …, "rows": [Row]}``.
 
     ``only`` keeps the cells whose key has one of the given values; ``sides`` keeps those contenders. ``against`` is a
-    peer of the case, which then takes part and is what the others' ``speedup`` refers to. Every side of a cell is timed
+    peer of the case, which then takes part and is what the others' ``speedup`` refers to; a cell that it refuses has
+    none. Every side of a cell is timed
     in each of ``rounds`` rounds, or for about ``seconds`` a cell.
     """
     if rounds < 1 or not seconds > 0:
@@ -79,14 +80,14 @@ def _cell(
 ) -> Iterator[Row]:
     cell = plan.build(peers)
     for side, reason in cell.refused.items():
-        if wanted is None or side in wanted:
+        if wanted is None or side in wanted or side == against:
             yield _row(name, plan.key, side) | {"refused": reason}
     kept = {s: call for s, call in cell.sides.items() if wanted is None or s in wanted or s == against}
     unknown = [s for s in wanted or () if s not in cell.sides and s not in cell.refused]
     if unknown:
         sides = ", ".join((*cell.sides, *cell.refused))
         raise UserError(f"'{name}' at {words(plan.key)} has no side '{unknown[0]}'; it has {sides}")
-    if against is not None and against not in kept:
+    if against is not None and against not in kept and against not in cell.refused:
         raise UserError(f"'{name}' at {words(plan.key)} has no side '{against}'; it has {', '.join(cell.sides)}")
     right: dict[str, Callable[[], Any]] = {}
     for side, call in kept.items():

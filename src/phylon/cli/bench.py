@@ -27,6 +27,7 @@ def bench(
     from phylon.bench import all_cases, run
     from phylon.bench.machine import describe, line
     from phylon.bench.report import check_target, compared, elsewhere, read, row_line, store
+    from phylon.bench.run import Row
     from phylon.spec.errors import UserError
 
     if name is None:
@@ -41,9 +42,19 @@ def bench(
         chosen.setdefault(key, []).append(value)
     if out is not None:
         check_target(out)
-    stored = read(Path(against)) if against is not None and Path(against).is_file() else None
+    is_file = against is not None and (Path(against).is_file() or Path(against).suffix == ".json")
+    stored = read(Path(against)) if against is not None and is_file else None
+    machine, done = describe(), []
     if not as_json:
-        note(line(describe()))
+        note(line(machine))
+
+    def progress(row: Row) -> None:
+        done.append(row)
+        if out is not None:  # at once: what has been measured outlives whatever ends the rest
+            store(out, {"machine": machine, "rows": done})
+        if not as_json:
+            print(row_line(row), flush=True)
+
     result = run(
         name,
         only=chosen,
@@ -51,13 +62,15 @@ def bench(
         against=None if stored else against,
         rounds=rounds,
         seconds=seconds,
-        progress=(lambda row: None) if as_json else lambda row: print(row_line(row), flush=True),
+        progress=progress,
     )
     if stored is not None:
         result["rows"] = compared(result["rows"], stored)
         warning = elsewhere(result["rows"], stored, result["machine"])
         if warning:
             note(warning)
+        if not any("change" in row for row in result["rows"]):
+            note(f"{against} has none of these cells: nothing to compare with")
         if not as_json:
             for row in result["rows"]:
                 if "change" in row:

@@ -53,6 +53,13 @@ def note_what_is_not_applied(model: Any) -> None:
         note(f"note: {', '.join(asked)} of the model's own generation settings {are} not applied")
 
 
+def begun(model: Any, prompt: str | list[int]) -> str:
+    """What the written text begins with: its prompt; nothing where an encoder reads the prompt and the text is new."""
+    if model.encoder is not None:
+        return ""
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
+
+
 def count(number: int) -> str:
     """Digits in groups of three."""
     return f"{number:,}"

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phylon.cli.common import Device, Dtype, Json, ModelName, note_what_is_not_applied, print_json
+from phylon.cli.common import Device, Dtype, Json, ModelName, begun, note_what_is_not_applied, print_json
 from phylon.cli.sampling import MaxNewTokens, MinP, RepetitionPenalty, Seed, Stop, Temperature, TopK, TopP
 
 
@@ -27,7 +27,7 @@ def generate(
     dtype: Dtype = None,
     as_json: Json = False,
 ) -> None:
-    """Write what follows each prompt. One prompt streams."""
+    """Write what follows each prompt. An encoder-decoder writes its target alone. One prompt streams."""
     from phylon.hub import load
     from phylon.spec.errors import UserError
 
@@ -65,7 +65,7 @@ def _stream(loaded: Any, prompt: str | list[int], options: dict[str, Any]) -> No
     from phylon.generate import stream
 
     pieces = stream(loaded, prompt, **options)
-    sys.stdout.write(prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt))
+    sys.stdout.write(begun(loaded, prompt))
     for piece in pieces:
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -81,7 +81,7 @@ def _texts(loaded: Any, prompts: list[str | list[int]], options: dict[str, Any])
         if result["text"] is None:
             print(*result["tokens"])
         else:
-            print((prompt if isinstance(prompt, str) else loaded.tokenizer.decode(prompt)) + result["text"])
+            print(begun(loaded, prompt) + result["text"])
 
 
 def _ids(text: str) -> list[int]:

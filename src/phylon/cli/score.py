@@ -25,13 +25,14 @@ def score(
     """
     from phylon.generate import classifier, classify, taught
     from phylon.generate import score as run
+    from phylon.generate.request import check_continues
     from phylon.hub import load
     from phylon.spec.errors import UserError
 
     if pair and len(pair) != len(text):
         raise UserError(f"--text is given {len(text)} times and --pair {len(pair)}; give one --pair for each --text")
     loaded = load(model, dtype=dtype, device=device)
-    if loaded.decoder is None and classifier(loaded) is not None:
+    if classifier(loaded) is not None:
         classified = classify(loaded, text, pair)
         print_json({"model": model, "classes": classified}) if as_json else print(_classes(classified))
         return
@@ -39,6 +40,7 @@ def score(
         found = _taught(loaded, task, text, pair)
         print_json({"model": model, task: found}) if as_json else print(_page(task, found))
         return
+    check_continues(loaded, "tell how probable a text is")
     if pair:
         raise UserError("this model tells how probable a text is, and reads no pairs; leave --pair out")
     results = run(loaded, text)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from phylon.cli.common import Device, note
+from phylon.cli.common import Device, begun, note
 from phylon.cli.interrupts import check
 
 
@@ -55,6 +55,7 @@ def train(
     from phylon.spec.override import parse_assignment
     from phylon.train import Interrupted, ProgressLine, TensorBoard, estimate, load_recipe
     from phylon.train import train as run
+    from phylon.train.world import launched
 
     if recipe is None and start is None:
         raise UserError("name a recipe ('phylon list recipes', or a TOML file), or a model to go on from with --from")
@@ -64,7 +65,9 @@ def train(
         raise UserError("give --out DIR, the folder for the log, checkpoints, model and report")
     loaded = load_recipe(recipe or "finetune", overrides)
     if only_estimate:
-        print(estimate(loaded, device=device).page())
+        world = launched()
+        if world.first:
+            print(estimate(loaded, device=device, world=world).page())
         return
     assert out is not None
     samples = _sampler(prompt or [])
@@ -93,6 +96,7 @@ def train(
 def _sampler(prompts: list[str]) -> Any:
     """A watcher that refuses prompts the tokenizer cannot say, gives the text that follows each, and minds Ctrl-C."""
     from phylon.generate import generate
+    from phylon.generate.kinds import writes_text
     from phylon.spec.errors import UserError
     from phylon.train import Callback
 
@@ -109,11 +113,11 @@ def _sampler(prompts: list[str]) -> Any:
                     raise UserError(f"--prompt {prompt!r} holds no tokens; give some text")
 
         def take(self, model: Any) -> list[str]:
-            if not writes_text(model):
+            if model.tokenizer is None or not writes_text(model):
                 return []
             given = prompts or [first_prompt(model.tokenizer)]
             found = generate(model, given, max_new_tokens=96, temperature=0.8, top_p=0.95, seed=0, logprobs=False)
-            return [_text(model, p) + (r["text"] or "") for p, r in zip(given, found, strict=True)]
+            return [_shown(model, p, r["text"] or "") for p, r in zip(given, found, strict=True)]
 
     return Samples()
 
@@ -127,14 +131,11 @@ def first_prompt(tokenizer: Any) -> str | list[int]:
     return "def " if tokenizer.decode(ids) == "def " else [0]
 
 
-def _text(model: Any, prompt: str | list[int]) -> str:
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
-
-
-def writes_text(model: Any) -> bool:
-    """Whether the model has what it takes to write text."""
-    head = next(iter(model.spec.heads.values()), None)
-    return model.tokenizer is not None and model.decoder is not None and hasattr(head, "vocab_size")
+def _shown(model: Any, prompt: str | list[int], text: str) -> str:
+    """A sample: the prompt and how it goes on, or what an encoder has read and what is made of it."""
+    if model.encoder is None:
+        return begun(model, prompt) + text
+    return f"{prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)} -> {text}"
 
 
 def _reads_pairs(objective: Any) -> bool:
@@ -145,6 +146,7 @@ def _reads_pairs(objective: Any) -> bool:
 def _next_command(model: Any, folder: Path, prompts: list[str], *, pairs: bool) -> str:
     """A command that shows what the trained model does, by its kind."""
     from phylon.generate import classifier, taught
+    from phylon.generate.kinds import writes_text
 
     where = shlex.quote(str(folder))
     said = shlex.quote(prompts[0] if prompts else "some text")
@@ -157,7 +159,7 @@ def _next_command(model: Any, folder: Path, prompts: list[str], *, pairs: bool) 
         shown = shlex.quote(first if isinstance(first, str) else model.tokenizer.decode(first))
         return f"phylon generate {where} --prompt {shown}"
     second = " --pair 'another text'" if pairs else ""
-    if model.decoder is None and classifier(model) is not None:
+    if classifier(model) is not None:
         return f"phylon score {where} --text {said}{second}"
     if (task := taught(model)) is not None:
         asked = f"{said} --text 'what it is asked of'" if task == "answers" else said + second

@@ -25,7 +25,7 @@ class ChatSession:
     """
 
     def __init__(self, model: Model, system: str | None = None, **options: Any) -> None:
-        check_continues(model)
+        check_continues(model, "chat")
         self._tokenizer = needed_tokenizer(model)
         self.model = model
         options.setdefault("max_new_tokens", _MAX_NEW_TOKENS)

@@ -6,8 +6,8 @@ from typing import NotRequired, TypedDict
 import torch
 
 from phylon.generate.encode import batches, check_lengths, has_types, joined, padded, shortened
+from phylon.generate.kinds import task_of, task_of_head, tokenizer_of
 from phylon.model import Model
-from phylon.spec.base import Head
 from phylon.spec.errors import UserError, check_size
 
 
@@ -25,9 +25,9 @@ class Classified(TypedDict):
 
 def classifier(model: Model) -> str | None:
     """The head that gives a text classes, if the model has one; beside a language model it is there for training."""
-    if any(hasattr(head, "vocab_size") for head in model.spec.heads.values()):
+    if task_of(model) is None:
         return None
-    return next((name for name, head in model.spec.heads.items() if _says_classes(head)), None)
+    return next((name for name, head in model.spec.heads.items() if task_of_head(head) == "classes"), None)
 
 
 @torch.inference_mode()
@@ -57,16 +57,15 @@ def classify(
     if head is None:
         have = ", ".join(model.spec.heads) or "none"
         raise UserError(f"this model has no head that gives a text classes (its heads: {have}); train text_classes")
-    if model.tokenizer is None:
-        raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
+    tokenizer = tokenizer_of(model, "read texts")
     check_size("batch_tokens", batch_tokens)
     n_classes: int = model.spec.heads[head].n_classes  # type: ignore[attr-defined]
     names = model.labels.get(head, tuple(map(str, range(n_classes))))
     types: list[list[int]] | None = None
     if pairs is None:
-        rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+        rows = [shortened(ids, max_tokens) for ids in tokenizer.encode_batch(texts)]
     else:
-        joints = joined(model.tokenizer, texts, pairs, max_tokens)
+        joints = joined(tokenizer, texts, pairs, max_tokens)
         rows = [joint.ids for joint in joints]
         types = [joint.types for joint in joints] if has_types(model.spec) else None
     check_lengths(rows, model.spec.max_seq_len)
@@ -88,7 +87,3 @@ def classify(
     for classified, pair in zip(found, pairs or (), strict=False):
         classified["pair"] = pair
     return found
-
-
-def _says_classes(head: Head) -> bool:
-    return head.per_document and getattr(head, "n_classes", 0) > 1

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from phylon.generate.kinds import refused, tokenizer_of
 from phylon.model import Model, ModelSpec
 from phylon.spec.errors import UserError, check_size
 from phylon.text import Tokenizer
@@ -40,12 +41,11 @@ def encode(
         raise UserError("encode takes a list of texts; write encode(model, [text])")
     if pool not in ("mean", "first", "last"):
         raise UserError(f"pool must be 'mean', 'first' or 'last', got {pool!r}")
-    if model.tokenizer is None:
-        raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
+    tokenizer = tokenizer_of(model, "read texts")
     if model.encoder is not None and model.decoder is not None:
-        raise UserError("an encoder-decoder has no vector of a text alone; encode with an encoder or a decoder")
+        raise refused(model, "give vectors of texts")
     check_size("batch_tokens", batch_tokens)
-    rows = [shortened(ids, max_tokens) for ids in model.tokenizer.encode_batch(texts)]
+    rows = [shortened(ids, max_tokens) for ids in tokenizer.encode_batch(texts)]
     check_lengths(rows, model.spec.max_seq_len)
     vectors = torch.empty(len(rows), model.spec.last_stack.d_model)
     for chosen in batches([len(ids) for ids in rows], batch_tokens):

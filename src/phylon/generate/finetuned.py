@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from phylon.generate.encode import check_lengths, has_types, joined, padded
-from phylon.layers.heads.classify import Classify, Span
+from phylon.generate.kinds import task_of, task_of_head, tokenizer_of
 from phylon.model import Model
 from phylon.spec import from_data, to_data
-from phylon.spec.base import Head, Spec
+from phylon.spec.base import Spec
 from phylon.spec.errors import UserError, check_size
 from phylon.text import Tokenizer
 from phylon.text.tokenizer import Joint
@@ -73,17 +73,8 @@ class Answer(TypedDict):
 
 def taught(model: Model) -> Literal["scores", "words", "answers"] | None:
     """Which of these a head of the model has been taught; ``None`` for another model, or one that writes text."""
-    if model.decoder is not None or any(hasattr(head, "vocab_size") for head in model.spec.heads.values()):
-        return None
-    return next((task for head in model.spec.heads.values() if (task := _task(head))), None)
-
-
-def _task(head: Head) -> Literal["scores", "words", "answers"] | None:
-    if isinstance(head, Span):
-        return "answers"
-    if not isinstance(head, Classify):
-        return None
-    return "words" if not head.per_document else "scores" if head.n_classes == 1 else None
+    task = task_of(model)
+    return None if task == "classes" else task
 
 
 @torch.inference_mode()
@@ -215,9 +206,8 @@ def _head(model: Model, task: str) -> tuple[str, Tokenizer]:
     if taught(model) != task:
         have = ", ".join(model.spec.heads) or "none"
         raise UserError(f"this model has no head for {task} (its heads: {have})")
-    if model.tokenizer is None:
-        raise UserError("this model has no tokenizer; load one from a folder that holds its vocabulary")
-    return next(name for name, head in model.spec.heads.items() if _task(head) == task), model.tokenizer
+    tokenizer = tokenizer_of(model, "read texts")
+    return next(name for name, head in model.spec.heads.items() if task_of_head(head) == task), tokenizer
 
 
 def _scores(model: Model, head: str, joints: Sequence[Joint]) -> list[Tensor]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any, TypeVar
 
+from phylon.generate.kinds import refused, writes_text
 from phylon.generate.sampling import Sampling
 from phylon.model import Model
 from phylon.spec import UserError
@@ -108,18 +109,16 @@ def make_requests(model: Model, prompts: str | Sequence[Prompt], options: Option
 
 def check_generates(model: Model) -> None:
     """Refuse models that do not write text token by token."""
-    if model.encoder is not None and model.decoder is not None and model.generation.decoder_start_id is None:
+    if not writes_text(model):
+        raise refused(model, "generate")
+    if model.encoder is not None and model.generation.decoder_start_id is None:
         raise UserError("the model says no id that starts a text; set decoder_start_id in model.generation")
-    head = next(iter(model.spec.heads.values()), None)
-    if model.decoder is None or not hasattr(head, "vocab_size"):
-        raise UserError("this model does not generate: it needs a decoder and a language-model head")
 
 
-def check_continues(model: Model) -> None:
-    """Refuse models that cannot go on with a text of their own."""
-    check_generates(model)
-    if model.encoder is not None:
-        raise UserError("an encoder-decoder writes from a source and cannot score or chat; use a decoder-only model")
+def check_continues(model: Model, what: str) -> None:
+    """Refuse models that cannot go on with a text of their own, which is needed to do ``what``."""
+    if not writes_text(model) or model.encoder is not None:
+        raise refused(model, what)
 
 
 def _texts(model: Model, prompts: list[Prompt]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -45,7 +45,7 @@ class Score(TypedDict):
 
 def score(model: Model, texts: str | Sequence[Prompt], *, batch_size: int = 8) -> list[Score]:
     """The probability of every text (or list of ids), in order. The first token is not predicted by anything."""
-    check_continues(model)
+    check_continues(model, "tell how probable a text is")
     prompts = listed(texts)
     rows = [encoded(model, p) if isinstance(p, str) else listed_ids(p) for p in prompts]
     for i, ids in enumerate(rows):
@@ -63,7 +63,7 @@ def score_choices(model: Model, context: str, choices: Sequence[str], *, batch_s
     of the context, so that a token that merged with the context counts as a whole, and no choice is without one.
     Where such a token would be the very first, all choices are read after the model's BOS, else its EOS.
     """
-    check_continues(model)
+    check_continues(model, "tell how probable a text is")
     tokenizer = needed_tokenizer(model)
     if isinstance(choices, str) or not choices:
         raise UserError("choices must be a list of at least one text")

@@ -100,6 +100,8 @@ def _chosen(model: Model, kind: Literal["hf", "gguf"]) -> Any:
         reason = _refusal(spec, family, fmt)
         if reason is None:
             return fmt
+        if family.name == model.family and kind == "hf" and (other := _other_heads(spec, fmt)):
+            raise UserError(f"{family.name}'s hf format {reason.removeprefix('its configuration ')}: {other}")
         reasons.append(f"{family.name}: {reason}")
     # Nearest first: families that have other parts altogether say so with "this format".
     reasons.sort(key=lambda reason: 2 * (": this format " in reason) + (_NO_PLACE in reason))
@@ -116,6 +118,18 @@ def _refusal(spec: ModelSpec, family: Family, fmt: HFFormat | GGUFFormat) -> str
     except (UserError, KeyError) as error:
         return str(error)
     return None if back == spec else f"{_NO_PLACE} {_difference(spec, back)}"
+
+
+def _other_heads(spec: ModelSpec, fmt: Any) -> str | None:
+    """What can be done for a model of which the format says all but its heads."""
+    try:
+        back = fmt.read(Config(fmt.write(spec), stored=lambda: _names(spec, fmt))).replace(init=spec.init)
+    except (UserError, KeyError):
+        return None
+    if back.heads.keys() != spec.heads.keys() or back.replace(heads=spec.heads) != spec:
+        return None
+    theirs = ", ".join(f"{name} = {head}" for name, head in back.heads.items() if head != spec.heads[name])
+    return f"save it as native, or train it with that format's head, {theirs}"
 
 
 def _names(spec: ModelSpec, fmt: HFFormat) -> list[str]:

@@ -6,13 +6,8 @@ import torch
 from torch import Tensor
 
 from phylon.spec.base import Init, Mechanism, Role
-from phylon.spec.errors import UserError
+from phylon.spec.errors import check_finite
 from phylon.spec.registry import register
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise UserError(f"{name} must be above 0, got {value}")
 
 
 def _normal(weight: Tensor, std: float, generator: torch.Generator) -> None:
@@ -27,7 +22,7 @@ class NormalInit(Mechanism, Init, frozen=True, kw_only=True):
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        _check_positive("std", self.std)
+        check_finite("std", self.std, above=0)
 
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, self.std, generator)
@@ -39,7 +34,7 @@ class DepthScaledInit(Mechanism, Init, frozen=True, kw_only=True):
     std: float = 0.02
 
     def __post_init__(self) -> None:
-        _check_positive("std", self.std)
+        check_finite("std", self.std, above=0)
 
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, self.std / math.sqrt(n_branches) if role == "out" else self.std, generator)
@@ -54,7 +49,7 @@ class FanInInit(Mechanism, Init, frozen=True, kw_only=True):
     gain: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("gain", self.gain)
+        check_finite("gain", self.gain, above=0)
 
     def draw(self, weight: Tensor, role: Role, n_branches: int, generator: torch.Generator) -> None:
         _normal(weight, 1.0 if role == "embed" else self.gain / math.sqrt(weight.shape[-1]), generator)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from phylon.layers.part import InitContext, Part, parameter
 from phylon.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from phylon.spec.base import Mechanism, Norm
-from phylon.spec.errors import UserError
+from phylon.spec.errors import check_finite
 from phylon.spec.registry import register
 
 
@@ -21,7 +21,7 @@ class LayerNorm(Mechanism, Norm, frozen=True, kw_only=True):
     bias: bool = True
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
+        check_finite("eps", self.eps, above=0)
 
 
 class RMSNorm(Mechanism, Norm, frozen=True, kw_only=True):
@@ -36,12 +36,8 @@ class RMSNorm(Mechanism, Norm, frozen=True, kw_only=True):
     offset: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_eps(self.eps)
-
-
-def _check_eps(eps: float) -> None:
-    if not eps > 0:
-        raise UserError(f"eps must be above 0, got {eps}")
+        check_finite("eps", self.eps, above=0)
+        check_finite("offset", self.offset)
 
 
 class ResidualNorm(Part):

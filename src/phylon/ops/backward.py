@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.checks import transformed
 from phylon.ops.products import as_given
 from phylon.spec.errors import UserError
 
@@ -28,13 +29,16 @@ def as_forward(backward: Backward) -> Backward:
 
 
 def once(what: str, instead: str = "use backend 'reference'") -> Callable[[Backward], Backward]:
-    """The same for a backward that cannot be differentiated in turn: that is refused, with what to use ``instead``."""
+    """The same for a backward that is computed once and for one gradient: a second derivative, or several gradients at
+    once, are refused, with what to use ``instead``."""
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def alone(ctx: Any, *grads: Tensor | None) -> Any:
             if torch.is_grad_enabled():
                 raise UserError(f"{what} has no second derivative: {instead}")
+            if transformed(*grads):
+                raise UserError(f"{what} takes one gradient at a time, none of torch.func or forward mode: {instead}")
             return backward(ctx, *grads)
 
         return as_forward(alone)

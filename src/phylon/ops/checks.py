@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from phylon.spec.errors import UserError
 
@@ -43,5 +44,14 @@ def check_map(op: str, name: str, maps: tuple[Tensor, Tensor | None], x: Tensor 
 
 def may_ask(tensor: Tensor) -> bool:
     """Whether its values may be looked at: on a GPU that would cost a synchronisation, and tracers have none."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return tensor.device.type == "cpu" and not traced
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether ``torch.func`` or forward-mode differentiation is at work: they see into PyTorch's operations alone.
+
+    Or a gradient among ``tensors`` is a batch of them (``torch.autograd.grad(is_grads_batched=True)``).
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return any(tensor is not None and not torch._C._has_storage(tensor) for tensor in tensors)

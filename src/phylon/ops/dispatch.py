@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-import torch
-
+from phylon.ops.checks import transformed
 from phylon.spec.errors import UserError, did_you_mean
 
 C = TypeVar("C", contravariant=True)
@@ -73,10 +72,13 @@ class Dispatch(Generic[C]):
                 return backend
         raise AssertionError(f"no backend of {self.op} supports the call, not even the reference")
 
-    def explain(self, call: C) -> list[Reason]:
-        """Every backend with the reason why it would not run ``call``."""
+    def explain(self, call: C, backend: str | None = None) -> list[Reason]:
+        """Every backend with the reason why it would not run ``call``; ``backend`` as in ``pick``."""
+        named = backend or self.forced
+        if named is not None:
+            self._named(named)
         reasons = {name: self._refusal(name, call) for name in self.backends}
-        chosen = self.forced or self.pick(call).name
+        chosen = named or self.pick(call).name
         return [
             Reason(name, name == chosen and reason is None, reason, note_of(self.backends[name]))
             for name, reason in reasons.items()
@@ -94,8 +96,8 @@ class Dispatch(Generic[C]):
 
     def _refusal(self, name: str, call: C) -> str | None:
         backend = self.backends[name]
-        if name != "reference" and torch._C._are_functorch_transforms_active():
-            return "torch.func looks into the reference alone"
+        if name != "reference" and transformed():
+            return "torch.func and forward-mode differentiation see into the reference alone"
         return backend.available() or backend.supports(call)
 
     def _named(self, name: str) -> Backend[C]:

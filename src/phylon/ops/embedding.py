@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from phylon.ops.backward import as_forward
+from phylon.ops.checks import transformed
 
 
 def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -19,8 +20,7 @@ def embedding(ids: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     table of its encoder: the rows of both go into the head's gradient.
     """
     trains = weight.requires_grad and torch.is_grad_enabled()
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if not trains or traced or weight.device.type != "cpu":
+    if not trains or torch.compiler.is_compiling() or transformed() or weight.device.type != "cpu":
         return F.embedding(ids, weight), weight
     return _Table.apply(ids, weight)
 
@@ -41,7 +41,8 @@ class _Table(torch.autograd.Function):
             return None, of_table
         n, width = ctx.shape
         of_rows = of_rows.reshape(-1, width)
-        if of_table is None or torch.is_grad_enabled():  # enabled: the gradient is to be differentiated in turn
+        # Enabled: the gradient is to be differentiated in turn. Transformed: there are several at once.
+        if of_table is None or torch.is_grad_enabled() or transformed(of_rows, of_table):
             of_ids = torch.ops.aten.embedding_dense_backward(of_rows, ids.flatten(), n, -1, False)
             return None, of_ids if of_table is None else of_table + of_ids
         read, place = ids.flatten().unique(return_inverse=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.backward import once
-from phylon.ops.checks import check_floats, may_ask
+from phylon.ops.checks import check_floats, may_ask, transformed
 from phylon.ops.products import as_given, compute_dtype, operand, widened
 from phylon.ops.scores import ScoresCall, dispatch
 from phylon.spec.errors import UserError
@@ -48,7 +48,7 @@ class Targets(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A summed loss and the number of targets it sums over: exact under gradient accumulation."""
+    """A summed loss and the number of targets it sums over (or their weights): exact under gradient accumulation."""
 
     sum: Tensor
     count: Tensor
@@ -56,7 +56,7 @@ class Loss(NamedTuple):
     @property
     def mean(self) -> Tensor:
         """The mean over targets; 0 when there are none."""
-        return self.sum / self.count.clamp(min=1)
+        return self.sum / self.count.where(self.count != 0, 1)
 
 
 def cross_entropy(
@@ -107,7 +107,8 @@ def linear_cross_entropy(
     ``weights`` (...) as for ``cross_entropy``; they get no gradient. ``z_loss`` as for ``Targets``.
 
     The gradient of the scores is formed chunk by chunk in the forward pass (its scale is known: a sum), so peak memory
-    beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32.
+    beyond inputs and gradients is one chunk of logits. Scores, softmax and the sum are at least fp32. Under
+    ``torch.func`` and in forward mode, which see into PyTorch's operations alone, all logits exist.
     """
     _check(hidden, weight, bias, Targets.of(Targets(targets, weights, label_smoothing, z_loss)))
     if softcap is not None and not 0 < softcap < math.inf:
@@ -117,8 +118,20 @@ def linear_cross_entropy(
     weights = None if weights is None else weights.flatten()
     options = _Options(softcap, label_smoothing, z_loss, torch.is_grad_enabled())
     with as_given(hidden):
+        if transformed():
+            logits = _logits(hidden, weight, bias, softcap)
+            weights = None if weights is None else weights.detach()
+            return cross_entropy(logits, targets, label_smoothing=label_smoothing, weights=weights, z_loss=z_loss)
         total, count = _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, options)
     return Loss(total, count)
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, softcap: float | None) -> Tensor:
+    """The scores (N, V) as the chunks have them, in at least fp32."""
+    dtype = torch.promote_types(hidden_ND.dtype, torch.float32)
+    scores = (operand(hidden_ND, hidden_ND.dtype) @ operand(weight_VD, hidden_ND.dtype).T).to(dtype)
+    scores = scores if bias_V is None else scores + bias_V.to(dtype)
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Targets) -> None:
@@ -217,7 +230,10 @@ def _sum_and_gradients(
     total = torch.zeros((), dtype=dtype, device=hidden_ND.device)
     rows = _chunk_rows(len(hidden_ND), weight_VD.shape, torch.finfo(dtype).bits // 8, low)
     for start in range(0, max(1, hidden_ND.shape[0]), rows):
-        h_CD, part = operand(hidden_ND[start : start + rows], hidden_ND.dtype), slice(start, start + rows)
+        part = slice(start, start + rows)
+        # What is ignored can hold anything, and 0 * NaN would be NaN in the weights' gradient.
+        h_CD = hidden_ND[part].masked_fill((targets_N[part] == IGNORE)[:, None], 0)
+        h_CD = operand(h_CD, hidden_ND.dtype)
         call = ScoresCall(
             scores=(h_CD @ compute_VD.T).to(dtype),
             targets=targets_N[part],

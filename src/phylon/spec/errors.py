@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import math
 import re
 from collections.abc import Iterable
 from numbers import Integral, Real
@@ -27,6 +28,14 @@ def check_rate(name: str, rate: float) -> None:
     """Refuse a dropout rate outside [0, 1)."""
     if not 0 <= rate < 1:
         raise UserError(f"{name} must be at least 0 and below 1, got {rate}")
+
+
+def check_finite(name: str, value: float | None, *, above: float = -math.inf) -> None:
+    """Refuse what is not finite, or not above ``above``; ``None`` passes."""
+    if value is not None and not math.isfinite(value):
+        raise UserError(f"{name} must be a finite number, got {value}")
+    if value is not None and not value > above:
+        raise UserError(f"{name} must be above {above:g}, got {value}")
 
 
 def check_size(name: str, value: object, least: int | None = 1) -> None:

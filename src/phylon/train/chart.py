@@ -30,7 +30,8 @@ def line_chart(lines: Sequence[Line], *, height: float, x_label: str, title: str
         return ""
     log = min(ys) > 0 and max(ys) / min(ys) > LOG_FROM
     low = 0.0 if not log and 0 <= min(ys) * ZERO_FROM <= max(ys) else min(ys)
-    x_axis, y_axis = _Axis(min(xs), max(xs), False), _Axis(low, max(ys), log)
+    least = 1.0 if all(float(x).is_integer() for x in xs) else 0.0  # nothing lies between two steps
+    x_axis, y_axis = _Axis(min(xs), max(xs), False, least), _Axis(low, max(ys), log)
     right, bottom = WIDTH - RIGHT, height - BOTTOM
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -45,7 +46,7 @@ def line_chart(lines: Sequence[Line], *, height: float, x_label: str, title: str
         x = place(value, y_axis.low)[0]
         parts.append(f'<path class="grid" d="M{x:.1f} {bottom:g}v4"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 17:g}" text-anchor="middle">{_number(value)}</text>')
-    parts.append(f'<text class="tick" x="{LEFT - 8:g}" y="{bottom + 17:g}" text-anchor="end">{escape(x_label)}</text>')
+    parts.append(f'<text class="tick" x="{LEFT - 20:g}" y="{bottom + 17:g}" text-anchor="end">{escape(x_label)}</text>')
     parts.append(f'<path class="axis" d="M{LEFT:g} {bottom:g}H{right:g}"/>')
     for line in lines:
         spots = [place(x, y) for x, y in line.points]
@@ -71,10 +72,10 @@ def smooth(points: Points, window: int) -> Points:
 
 
 class _Axis:
-    def __init__(self, low: float, high: float, log: bool) -> None:
+    def __init__(self, low: float, high: float, log: bool, least: float = 0.0) -> None:
         if low == high:
             low, high = low - 0.5, high + 0.5
-        self.low, self.high, self.log = low, high, log
+        self.low, self.high, self.log, self.least = low, high, log, least
 
     def share(self, value: float) -> float:
         if self.log:
@@ -87,7 +88,7 @@ class _Axis:
             return [10.0**power for power in powers]
         rough = (self.high - self.low) / 5
         base = 10 ** math.floor(math.log10(rough))
-        step = next(m * base for m in (1, 2, 5, 10) if m * base >= rough)
+        step = max(self.least, next(m * base for m in (1, 2, 5, 10) if m * base >= rough))
         return [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step + 1e-9) + 1)]
 
 
@@ -121,4 +122,7 @@ def _number(value: float) -> str:
         return "0"
     if abs(value) >= 10_000:
         return f"{value / 1000:g}k"
-    return f"{value:.0e}".replace("e-0", "e-") if abs(value) < 1e-3 else f"{value:g}"
+    if abs(value) >= 1e-3:
+        return f"{value:g}"
+    digits, power = f"{value:.2e}".split("e")
+    return f"{float(digits):g}e{int(power)}"

@@ -25,6 +25,7 @@ NAMES = (
     "model_ema",
     "adapter",
     "tensorboard",
+    "compiler.log",
     ".sources.json",
 )
 TOKENS = "data/tokens-*"  # the user's own data may lie beside them in data/

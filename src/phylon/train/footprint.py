@@ -3,15 +3,18 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 import torch
 
 from phylon.train.gradients import Gradients
+from phylon.train.memory import keep_freed_memory
 from phylon.train.objectives.base import Batch
 
 GIB = 2.0**30
+MOST_SECONDS = 10.0  # of a step that is run whole
 # Of a control group's memory, in both versions of the kernel's interface: where its folders are, and the files of its
 # limit and its use, and the part of ``memory.stat`` that is cache of files not read lately.
 _GROUPS = {
@@ -42,12 +45,52 @@ class RowCost(NamedTuple):
 
 def row_cost(gradients: Gradients, batch: Batch) -> RowCost:
     """Run one and two rows of ``batch`` forward and backward, and see what is allocated."""
-    if len(next(iter(batch.values()))) == 1:
-        batch = {name: torch.cat([value, value]) for name, value in batch.items()}
+    batch = taken(batch, 2)
     found = [_measured(gradients, {name: value[:rows] for name, value in batch.items()}) for rows in (1, 2)]
     gradients.optimizer.drop()
     pairs = [(one, max(0.0, two - one)) for one, two in zip(*found, strict=True)]
     return RowCost(*pairs)
+
+
+def resident_peak(work: Callable[[], object]) -> float:
+    """The most that this process has of the machine's memory while ``work`` runs; 0 where the system does not tell."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak begins anew
+    work()
+    try:
+        lines = Path("/proc/self/status").read_text("utf-8").splitlines()
+        return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    except (OSError, StopIteration, ValueError):
+        return 0.0
+
+
+def steps_peak(gradients: Gradients, batch: Batch, lr: float, rows: int) -> tuple[int, float]:
+    """The process's peak over a few whole steps, on the model and optimizer of ``gradients``; of how many rows.
+
+    That is ``rows``, made of those of ``batch``, as far as a step takes seconds; else two.
+    """
+    keep_freed_memory()  # as the run will
+
+    def steps(rows: int, count: int) -> None:
+        part = taken(batch, rows)
+        for _ in range(count):
+            found = gradients.of(part, None)
+            gradients.optimizer.step(lr, 1.0 / (found.divisor or 1.0))
+
+    seconds = 0.0
+    for _ in range(2):  # the first loads what all others use
+        started = time.perf_counter()
+        gradients.trial(taken(batch, 2))
+        seconds = time.perf_counter() - started
+    rows = rows if seconds * rows / 2 <= MOST_SECONDS else 2
+    # As in a run the optimizer's state is made after the first pass, in the midst of what the next ones need.
+    return rows, resident_peak(lambda: steps(rows, 4))
+
+
+def taken(batch: Batch, rows: int) -> Batch:
+    """So many rows of a batch, the same again where it has fewer."""
+    times = -(-rows // len(next(iter(batch.values()))))
+    return {name: torch.cat([value] * times)[:rows] for name, value in batch.items()}
 
 
 def _measured(gradients: Gradients, batch: Batch) -> tuple[float, float, float]:

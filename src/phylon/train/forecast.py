@@ -2,7 +2,6 @@
 
 import math
 import tempfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,17 @@ import torch
 
 from phylon.data import Batches, BatchOrder, BucketLoader, Loader, PaddedLoader, Source
 from phylon.model import Model, build_meta, resolve_device
-from phylon.model.block import BlockModule
 from phylon.spec.errors import UserError
 from phylon.spec.registry import build
+from phylon.train.ceiling import ceiling_flops
 from phylon.train.final import with_epochs
-from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost
+from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost, steps_peak
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel
-from phylon.train.prepare import PROVISIONAL_VOCAB, Sample, prepare, recipe_source
+from phylon.train.parts import formula_bytes, rough_bytes, shards, state_bytes
+from phylon.train.prepare import PROVISIONAL_VOCAB, Sample, prepare, prepare_feed, recipe_source
 from phylon.train.pretrained import apply_tune
 from phylon.train.recipe import Recipe, model_spec, with_values
 from phylon.train.vocabulary import Loaded
@@ -30,6 +30,8 @@ from phylon.train.world import World
 SAMPLE_BYTES = 300_000  # of the data, enough for rows to measure with
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. (arXiv:2203.15556), table 3, for compute-optimal training
 N_SAMPLED = 8  # batches that are looked at
+BY_FORMULA = "by formula: one process here cannot hold the whole model, of which a step would be run"
+HOLES = 0.07  # of the process: what the allocator's holes take more in a run; measured 2 % less to 13 % more
 ROOMY = 0.25  # of the free memory: what is surely below it is not measured before a run
 
 
@@ -42,6 +44,9 @@ class Estimate:
     parameters and D the tokens seen (arXiv:2001.08361, section 2.1). For that C the best size follows from C = 6 N D
     and D = 20 N: N = sqrt(C / 120), D = 20 N (arXiv:2203.15556). ``objective_bytes``: a teacher's weights;
     ``exchange_bytes``: what several processes hold to exchange; ``free_bytes``: this process's share of them.
+    ``process_bytes`` is what the process has beside tensors (interpreter, libraries, what the allocator cannot use); 0
+    on a GPU, whose memory it does not take. Where not ``measured``, activations are by formula, and seconds those that
+    the machine's fastest products would take.
     """
 
     parameters: int
@@ -59,12 +64,14 @@ class Estimate:
     exchange_bytes: float
     activations_bytes: float
     working_bytes: float
+    process_bytes: float
     free_bytes: float
     rows: int
     rows_that_fit: int
     seconds_per_step: float
     steps: int
     unit: str = "token"
+    measured: bool = True
 
     @property
     def total_bytes(self) -> float:
@@ -72,9 +79,15 @@ class Estimate:
         states = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.mean_bytes
         return states + self.objective_bytes + self.exchange_bytes + self.activations_bytes + self.working_bytes
 
+    @property
+    def resident_bytes(self) -> float:
+        """The process at its peak, as the system counts it; 0 where that is not known."""
+        return self.total_bytes + self.process_bytes if self.process_bytes else 0.0
+
     def page(self) -> str:
         """The estimate as text."""
         trained = "" if self.trained == self.parameters else f", {self.trained:,} trained"
+        roughly, about = ("", "about") if self.measured else ("about ", "at least")
         rows = [
             ("parameters", f"{self.parameters:,}{trained}"),
             (f"{self.unit}s of the run", f"{self.tokens:,}"),
@@ -86,13 +99,20 @@ class Estimate:
             *([("mean of the weights", in_words(self.mean_bytes))] if self.mean_bytes else []),
             *([("held by the objective", in_words(self.objective_bytes))] if self.objective_bytes else []),
             *([("exchange of processes", in_words(self.exchange_bytes))] if self.exchange_bytes else []),
-            (f"activations, {self.rows} rows", in_words(self.activations_bytes)),
+            (f"activations, {self.rows} rows", f"{roughly}{in_words(self.activations_bytes)}"),
             ("loss and working space", in_words(self.working_bytes)),
             ("together", f"{in_words(self.total_bytes)} of {in_words(self.free_bytes)} free"),
-            ("a step", f"about {self.seconds_per_step:.2f} s"),
-            (f"{self.steps:,} steps", f"about {_clock(self.steps * self.seconds_per_step)}"),
+            *self._resident(),
+            ("a step", f"{about} {self.seconds_per_step:.2f} s"),
+            (f"{self.steps:,} steps", f"{about} {_clock(self.steps * self.seconds_per_step)}"),
+            *([] if self.measured else [("", BY_FORMULA)]),
         ]
         return "\n".join(f"{name:<28}{text}" for name, text in rows)
+
+    def _resident(self) -> list[tuple[str, str]]:
+        if not self.process_bytes:
+            return []
+        return [("with the process itself", f"{in_words(self.resident_bytes)} at the peak")]
 
     def _best(self) -> list[tuple[str, str]]:
         return [
@@ -107,10 +127,12 @@ class _Sampled:
     """What a few batches tell: the cost of the largest one's rows, and means over all, each a row's.
 
     ``share``: the mean row's FLOPs over those of the rows that were measured. ``rows``: of a whole batch, on the mean;
-    ``most_rows``: those of the largest one, which the memory must do for.
+    ``most_rows``: those of the largest one, which the memory must do for. ``stepped``: of how many
+    rows whole steps were run, and the process at their peak (0 where it is not known).
     """
 
     cost: RowCost
+    stepped: tuple[int, float]
     rows: float
     most_rows: int
     steps: int
@@ -124,6 +146,7 @@ def estimate(
 ) -> Estimate:
     """Measure a step of one and two rows of ``recipe`` and say what the run will need; nothing is left behind.
 
+    Where the run is to be spread (FSDP) over processes because none holds it whole, a formula stands for the step.
     The model is made in memory; the data are read up to a few hundred kilobytes, or whole where ``run.epochs`` asks
     how many steps they give.
     """
@@ -133,9 +156,10 @@ def estimate(
     apply_tune(shape, recipe.tune)
     _check_states(recipe, shape, target, world)
     n, free = sum(p.numel() for p in shape.parameters()), _free(target, world)
-    states = _state_bytes(recipe, shape, world)
+    states = state_bytes(recipe, shape, world)
+    measured = _holds_whole(recipe, shape, target, world)
     with tempfile.TemporaryDirectory() as folder:
-        found = _sampled(recipe, source, Path(folder), device)
+        found = _sampled(recipe, source, Path(folder), device, None if measured else shape, world)
     rows = math.ceil(found.most_rows / (recipe.run.accumulate * world.size))
     kept, peak, seconds = found.cost.at(rows)
     per_step = seconds * found.share * recipe.run.accumulate * found.rows / found.most_rows
@@ -155,12 +179,14 @@ def estimate(
         **states,
         activations_bytes=kept,
         working_bytes=max(0.0, peak - kept),
+        process_bytes=_beside_tensors(found, state_bytes(recipe, shape, World())),
         free_bytes=free,
         rows=rows,
         rows_that_fit=found.cost.rows_within(free - sum(states.values())),
         seconds_per_step=per_step,
         steps=steps,
         unit=recipe.objective.counted,
+        measured=measured,
     )
 
 
@@ -174,12 +200,10 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     apply_tune(shape, recipe.tune)
     _check_states(recipe, shape, target, world)
     free = _free(target, world)
-    if sum(_state_bytes(recipe, shape, world).values()) + _rough_bytes(recipe, shape, world) < ROOMY * free:
+    if sum(state_bytes(recipe, shape, world).values()) + rough_bytes(recipe, shape, world) < ROOMY * free:
         return
-    if _shards(recipe, world) > 1:
-        alone = _state_bytes(recipe, shape, World())
-        if alone["weights_bytes"] + alone["gradients_bytes"] + alone["objective_bytes"] > free_bytes(target):
-            return  # one process, which measures, cannot hold the whole of what its shards fit for
+    if not _holds_whole(recipe, shape, target, world):
+        return
     # How long the run is does not matter here, and may take all of the data to say.
     found = estimate(recipe.replace(run=recipe.run.replace(epochs=None)), source, device, world)
     if found.rows <= found.rows_that_fit:
@@ -196,8 +220,21 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     )
 
 
-def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -> _Sampled:
-    """Look at a few batches, of a small part of the data unless all must be counted, and run one and two rows."""
+def _holds_whole(recipe: Recipe, shape: Model, target: torch.device, world: World) -> bool:
+    """Whether one process, which measures, can hold the whole of what is spread over several."""
+    if shards(recipe, world) == 1:
+        return True
+    alone = state_bytes(recipe, shape, World())
+    return alone["weights_bytes"] + alone["gradients_bytes"] + alone["objective_bytes"] <= free_bytes(target)
+
+
+def _sampled(
+    recipe: Recipe, source: Source | None, folder: Path, device: str, shape: Model | None, world: World
+) -> _Sampled:
+    """Look at a few batches, of a small part of the data unless all must be counted, and run one and two rows.
+
+    Nothing is run where there is a ``shape``, which stands for the model.
+    """
     run, objective = recipe.run, recipe.objective
     small: dict[str, Any] = {"run.accumulate": 1, "run.batch_size": max(2, run.batch_size)}
     if run.epochs is None:
@@ -211,22 +248,15 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
     if recipe.objective.reads_text and "family" in recipe.model and "vocab_size" not in recipe.model:
         small["model.vocab_size"] = _vocabulary(recipe)
     changed = with_values(recipe, small)
-    prepared = prepare(
-        changed,
-        folder,
-        recipe_source(changed.data) if source is None else source,
-        device,
-        lambda message: None,
-        lambda tokenizer: None,
-        resume=False,
-        kept=False,
-    )
-    model = prepared.model.train()
-    _as_recipe_says(model, recipe)
-    precision = resolve_precision(recipe.run.precision, model.device)
+    source = recipe_source(changed.data) if source is None else source
+    unheard: Any = lambda message: None
+    if shape is None:
+        prepared = prepare(changed, folder, source, device, unheard, unheard, resume=False, kept=False)
+        model, loader = prepared.model.train(), prepared.feed.loader
+        _as_recipe_says(model, recipe)
+    else:
+        model, loader = shape, prepare_feed(changed, folder, source, unheard, unheard, kept=False).feed.loader
     parallel = Parallel(model, World(), "ddp")
-    optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
-    loader = prepared.feed.loader
     heaviest = loader.heaviest() if isinstance(loader, BucketLoader | PaddedLoader) else loader.batch(0)
     batches = [loader.batch(step) for step in range(N_SAMPLED)]
     sizes, trained = [_rows(batch) for batch in batches], trained_share(parallel.parameters())
@@ -234,15 +264,39 @@ def _sampled(recipe: Recipe, source: Source | None, folder: Path, device: str) -
     largest = objective.training_flops(model.spec, heaviest, trained) / _rows(heaviest)
     mean = sum(f * n for f, n in zip(flops, sizes, strict=True)) / sum(sizes)
     by_rows = isinstance(getattr(loader, "order", None), BatchOrder)
+    most_rows = run.batch_size if by_rows else _rows(heaviest)
+    part = math.ceil(most_rows / (run.accumulate * world.size))
+    precision = resolve_precision(run.precision, resolve_device(device))
+    if shape is None:
+        optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
+        gradients = Gradients(parallel, objective, optimizer, precision, 1)
+        stepped = (0, 0.0)
+        if gradients.device.type != "cuda":
+            roomy = rough_bytes(recipe, model, world) < ROOMY * _free(gradients.device, world)
+            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, part if roomy else 2)
+        cost = row_cost(gradients, heaviest)
+    else:
+        row = formula_bytes(recipe, shape, world) / part
+        seconds = largest / ceiling_flops(resolve_device(device), precision)
+        cost, stepped = RowCost((row, row), (row, row), (seconds, seconds)), (0, 0.0)
     return _Sampled(
-        cost=row_cost(Gradients(parallel, objective, optimizer, precision, 1), heaviest),
+        cost=cost,
+        stepped=stepped,
         rows=run.batch_size if by_rows else sum(sizes) / N_SAMPLED,
-        most_rows=run.batch_size if by_rows else _rows(heaviest),
+        most_rows=most_rows,
         steps=_steps(recipe, loader),
         tokens=sum(map(objective.n_tokens, batches)) / sum(sizes),
         flops=mean,
         share=mean / largest if largest else 1.0,
     )
+
+
+def _beside_tensors(found: _Sampled, states: dict[str, float]) -> float:
+    """What the process had at the peak of steps that were run beside their tensors; no mean of the weights was made."""
+    rows, resident = found.stepped
+    if not resident:
+        return 0.0
+    return max(0.0, (1 + HOLES) * resident - sum(states.values()) + states["mean_bytes"] - found.cost.at(rows)[1])
 
 
 def _steps(recipe: Recipe, loader: Batches) -> int:
@@ -274,21 +328,16 @@ def _vocabulary(recipe: Recipe) -> int:
 
 def _check_states(recipe: Recipe, shape: Model, target: torch.device, world: World) -> None:
     """Refuse a model of which one process cannot hold what it must, whatever the batch."""
-    whole = _state_bytes(recipe, shape, World())
+    whole = state_bytes(recipe, shape, World())
     # Each process makes the model whole before it gives its shards away.
     made = whole["weights_bytes"] + whole["objective_bytes"]
-    needed = max(made, sum(_state_bytes(recipe, shape, world).values()))
+    needed = max(made, sum(state_bytes(recipe, shape, world).values()))
     if needed > _free(target, world):
         n = sum(p.numel() for p in shape.parameters())
         raise UserError(
             f"training {n:,} parameters needs {in_words(needed)} beside activations, and {_are_free(target, world)}; "
             "choose a smaller model, or LoRA"
         )
-
-
-def _shards(recipe: Recipe, world: World) -> int:
-    """Over how many processes the weights are spread, with all that is kept of each."""
-    return world.size if recipe.run.parallel == "fsdp" else 1
 
 
 def _sharing(target: torch.device, world: World) -> int:
@@ -303,60 +352,6 @@ def _free(target: torch.device, world: World) -> float:
 def _are_free(target: torch.device, world: World) -> str:
     sharing = _sharing(target, world)
     return f"{in_words(_free(target, world))} are free" + (f" for each of {sharing} processes" if sharing > 1 else "")
-
-
-def _state_bytes(recipe: Recipe, shape: Model, world: World) -> dict[str, float]:
-    """Bytes on one process by part, optimizer state with fp32 masters, from the shapes alone."""
-    parameters = dict(shape.named_parameters())
-    trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    narrow = sum(p.numel() for p in trained.values() if p.element_size() < 4)
-    numbers = sum(p.numel() for p in trained.values())
-    shards = _shards(recipe, world)
-    return {
-        "weights_bytes": _bytes(parameters.values()) / shards,
-        "gradients_bytes": 4.0 * numbers / shards,
-        "optimizer_bytes": (recipe.optim.state_bytes(trained) + 4.0 * narrow) / shards,
-        "mean_bytes": 0.0 if recipe.run.ema is None else 4.0 * numbers / shards,
-        "objective_bytes": recipe.objective.held_bytes(),
-        "exchange_bytes": _gathered_bytes(shape) if shards > 1 else _bytes(trained.values()) if world.size > 1 else 0.0,
-    }
-
-
-def _gathered_bytes(shape: Model) -> float:
-    """What is whole on a process at the peak of FSDP's backward pass, beside the shards.
-
-    The weights outside of blocks and their gradients, and of one block weights, gradients and the copy that is being
-    reduced, while the next is fetched into a buffer and taken from it; or, at the end, the copy of what is outside.
-    It was within a quarter of the measured peak on 2 and 4 processes. (DDP holds the gradients once more, in buckets.)
-    """
-    blocks = [list(module.parameters()) for module in shape.modules() if isinstance(module, BlockModule)]
-    inside = {id(p) for block in blocks for p in block}
-    outside = [p for p in shape.parameters() if id(p) not in inside]
-    largest = max(blocks, key=_bytes, default=[])
-    root, root_gradients = _bytes(outside), _bytes(p for p in outside if p.requires_grad)
-    block, block_gradients = _bytes(largest), _bytes(p for p in largest if p.requires_grad)
-    return root + root_gradients + max(3 * block + 2 * block_gradients, root_gradients + block)
-
-
-def _bytes(tensors: Iterable[torch.Tensor]) -> float:
-    return float(sum(p.numel() * p.element_size() for p in tensors))
-
-
-def _rough_bytes(recipe: Recipe, shape: Model, world: World) -> float:
-    """An upper bound of the activations: about 100 numbers of the width a block and token, and whole score matrices;
-    of maps that are wider than the model, 3 numbers for each that comes out.
-
-    Korthikanti et al. (arXiv:2205.05198), equation 1, has 34 bytes and 5 bytes of scores for half precision.
-    """
-    length = recipe.data.seq_len
-    tokens = max(length, recipe.objective.most_tokens(recipe) / (recipe.run.accumulate * world.size))
-    total = 0.0
-    for stack in shape.spec.stacks.values():
-        total += 4.0 * tokens * len(stack.blocks) * (100 * stack.d_model + 5 * length * 32)
-    for name, parameter in shape.named_parameters():
-        if ".blocks." in f".{name}" and parameter.ndim > 1:
-            total += 4.0 * tokens * 3 * parameter.numel() / parameter.shape[-1]
-    return total
 
 
 def _a(unit: str) -> str:

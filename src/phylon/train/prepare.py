@@ -89,6 +89,24 @@ def prepare(
     ``made`` sees the tokenizer before the data are tokenised. ``kept``: the run's folder has it already. A resumed
     model is not begun again.
     """
+    ready = prepare_feed(recipe, out, source, say, made, kept=kept)
+    model = _model(recipe, ready.spec, ready.tokenizer, device, say, resume=resume)
+    model.labels = {head: names for head, names in {**model.labels, **ready.feed.labels}.items() if names}
+    return Prepared(ready.tokenizer, ready.feed, model)
+
+
+class Ready(NamedTuple):
+    """What is there before the model is made; its ``spec`` fits the tokenizer."""
+
+    tokenizer: Tokenizer | None
+    spec: ModelSpec
+    feed: Feed
+
+
+def prepare_feed(
+    recipe: Recipe, out: Path, source: Source, say: Say, made: Callable[[Tokenizer], None], *, kept: bool
+) -> Ready:
+    """The tokenizer and the batches of ``prepare``."""
     objective = recipe.objective
     training, held = objective.split(source, recipe.data.held_out)
     tokenizer = None
@@ -109,10 +127,7 @@ def prepare(
         folder=out / "data",
         say=say,
     )
-    feed = objective.feed(material)
-    model = _model(recipe, spec, tokenizer, device, say, resume=resume)
-    model.labels = {head: names for head, names in {**model.labels, **feed.labels}.items() if names}
-    return Prepared(tokenizer, feed, model)
+    return Ready(tokenizer, spec, objective.feed(material))
 
 
 def recipe_source(data: DataRecipe) -> Source:

@@ -1,7 +1,7 @@
 """``phylon.train``: a recipe (or a model's spec and data) to a trained model, its log, checkpoints and report."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from phylon.spec import UserError, to_data
 from phylon.text import Tokenizer
 from phylon.train.callbacks import Callback
 from phylon.train.checkpoint import latest_checkpoint, read_manifest, save_model
+from phylon.train.compiling import compiler_log
 from phylon.train.final import with_epochs
 from phylon.train.folder import STAGE, Lock, check_free, clear, is_run, replace_run, stage, unstage
 from phylon.train.forecast import check_fits
@@ -74,6 +75,22 @@ def train(
     """
     wanted = _recipe(recipe, data, overrides or {})
     out = Path(out) if out is not None else Path("runs") / _name(recipe, wanted)
+    with compiler_log(out) if wanted.run.compile != "off" else nullcontext():
+        return _train(recipe, wanted, data, out, resume, fresh, allow_changes, sample, callbacks, device)
+
+
+def _train(
+    recipe: Any,
+    wanted: Recipe,
+    data: Any,
+    out: Path,
+    resume: bool,
+    fresh: bool,
+    allow_changes: bool,
+    sample: Callable[[Model], list[str]] | None,
+    callbacks: Sequence[Callback],
+    device: str,
+) -> TrainResult:
     world, device = join_world(device)
     lock = Lock(out)
     try:

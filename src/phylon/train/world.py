@@ -96,10 +96,10 @@ class World:
 
 def join_world(device: str) -> tuple[World, str]:
     """The processes that ``torchrun`` has started, and the device of this one; alone without ``torchrun``."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return World(), device
-    rank, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", "0"))
+    world = launched()
+    if world.size == 1:
+        return world, device
+    rank, size, local = world.rank, world.size, world.local_rank
     cuda = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if cuda:
         if local >= torch.cuda.device_count():
@@ -113,7 +113,16 @@ def join_world(device: str) -> tuple[World, str]:
         logging.getLogger("phylon.data").setLevel(logging.ERROR)  # the first one names what is passed over
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo", store=_met(size), rank=rank, world_size=size)
-    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), device
+    return world, device
+
+
+def launched() -> World:
+    """The processes as ``torchrun``'s environment tells of them, whether or not they are there."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World()
+    rank, local = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _met(size: int) -> dist.Store:

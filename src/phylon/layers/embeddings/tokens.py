@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.ffn.mlp import dropped
 from phylon.layers.part import Embedding, Part
 from phylon.spec.base import Embed, Mechanism, Norm, Position
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_finite, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -30,6 +30,7 @@ class TokenEmbed(Mechanism, Embed, frozen=True, kw_only=True):
             raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
         if self.n_types is not None and self.n_types < 1:
             raise UserError(f"n_types must be at least 1, got {self.n_types}")
+        check_finite("scale", self.scale)
         check_rate("dropout", self.dropout)
 
 

@@ -68,6 +68,9 @@ class MoEModule(Part):
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         spec, segments = self.spec, ctx.records.segments
         real = None if segments is None else (segments != 0).expand(x.shape[:2])
+        if real is not None:
+            # Padding can hold anything, and 0 * NaN is NaN: in the router's gradient too.
+            x = x.masked_fill(~real[..., None], 0)
         logits = self.tap(ctx, "router_logits", self.router.logits(x))
         chosen, gates, shares = self.router.choose(logits)
         if ctx.state is None:

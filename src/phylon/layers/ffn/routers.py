@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from phylon.layers.part import InitContext, Linear, Part, is_map
 from phylon.spec.base import Mechanism, Slot
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -73,8 +73,7 @@ class GroupedSigmoidRouter(Mechanism, Router, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.n_groups:
             raise UserError(f"top_groups must be from 1 to n_groups {self.n_groups}, got {self.top_groups}")
-        if not self.scale > 0:
-            raise UserError(f"scale must be above 0, got {self.scale}")
+        check_finite("scale", self.scale, above=0)
 
     def check(self, n_experts: int) -> None:
         if n_experts % self.n_groups or (self.n_groups > 1 and n_experts < 2 * self.n_groups):
@@ -165,8 +164,8 @@ class GroupedSigmoidRouterModule(RouterModule):
                 biased = grouped.masked_fill(closed[..., None], float("-inf")).flatten(-2)
             chosen = biased.topk(spec.top_k, dim=-1).indices
         picked = scores.gather(-1, chosen)
-        gates = picked / (picked.sum(-1, keepdim=True) + 1e-20) * spec.scale
-        return chosen, gates, scores / (scores.sum(-1, keepdim=True) + 1e-20)
+        gates = picked / picked.sum(-1, keepdim=True).clamp(min=1e-20) * spec.scale
+        return chosen, gates, scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
 
     def observe(self, load: Tensor) -> None:
         """Count the tokens (X,) of a training pass; recomputed passes count again, which the sign does not see."""

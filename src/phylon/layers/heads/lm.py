@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.part import Linear, Part, is_map
 from phylon.ops.loss import Loss, Targets, cross_entropy, linear_cross_entropy
 from phylon.spec.base import Head, Mechanism
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -27,8 +27,8 @@ class LMHead(Mechanism, Head, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise UserError(f"vocab_size must be at least 1, got {self.vocab_size}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise UserError(f"softcap must be above 0, got {self.softcap}")
+        check_finite("scale", self.scale)
+        check_finite("softcap", self.softcap, above=0)
 
 
 class LMHeadModule(Part):

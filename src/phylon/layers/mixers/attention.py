@@ -14,7 +14,7 @@ from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Full, Pattern, Records, Window
 from phylon.spec.base import Mechanism, Mixer, Norm, ScoreBias
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_finite, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -55,8 +55,8 @@ class Attention(Mechanism, Mixer, frozen=True, kw_only=True):
         check_rate("dropout", self.dropout)
         if self.rotary is not None:
             self.rotary.check(self.head_dim)
-        if self.softcap is not None and not self.softcap > 0:
-            raise UserError(f"softcap must be above 0, got {self.softcap}")
+        check_finite("scale", self.scale)
+        check_finite("softcap", self.softcap, above=0)
         if self.qkv_clip is not None and not self.qkv_clip > 0:
             raise UserError(f"qkv_clip must be above 0, got {self.qkv_clip}")
 

@@ -9,7 +9,7 @@ from phylon.layers.state import CrossKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Full
 from phylon.spec.base import Mechanism, Mixer
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_finite, check_rate
 from phylon.spec.registry import register
 
 
@@ -34,6 +34,7 @@ class CrossAttention(Mechanism, Mixer, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.n_heads < 1 or self.head_dim < 1:
             raise UserError(f"n_heads and head_dim must be at least 1, got {self.n_heads} and {self.head_dim}")
+        check_finite("scale", self.scale)
         check_rate("dropout", self.dropout)
 
     def streams(self) -> str | None:

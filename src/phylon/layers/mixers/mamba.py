@@ -200,7 +200,7 @@ def step_sizes(dt: Tensor, bias: Tensor) -> Tensor:
 
 
 def check_step_sizes(least: float, most: float) -> None:
-    if not 0 < least <= most:
+    if not 0 < least <= most < math.inf:
         raise UserError(f"step sizes need 0 < dt_min <= dt_max, got {least} and {most}")
 
 

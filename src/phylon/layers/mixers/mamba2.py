@@ -9,6 +9,8 @@ The paper's symbols, and what they are called here:
     h  (b, H, P, N)   the state
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -22,7 +24,7 @@ from phylon.ops.norm import rms_norm
 from phylon.ops.scan import ssd_scan
 from phylon.ops.scan.ssd import CHUNK
 from phylon.spec.base import Mechanism, Mixer
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -60,9 +62,8 @@ class Mamba2(Mechanism, Mixer, frozen=True, kw_only=True):
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_heads % self.n_groups:
             raise UserError(f"n_heads {self.n_heads} must be a multiple of n_groups {self.n_groups}")
-        if not self.eps > 0:
-            raise UserError(f"eps must be above 0, got {self.eps}")
-        if not self.dt_low >= 0 or not (self.dt_high is None or self.dt_high >= self.dt_low):
+        check_finite("eps", self.eps, above=0)
+        if not 0 <= self.dt_low < math.inf or not (self.dt_high is None or self.dt_high >= self.dt_low):
             raise UserError(f"step sizes need 0 <= dt_low <= dt_high, got {self.dt_low} and {self.dt_high}")
         check_step_sizes(self.dt_min, self.dt_max)
         check_activation(self.activation)

@@ -11,7 +11,7 @@ from phylon.layers.state import FullKV, KVState, RollingKV, State
 from phylon.ops.attention import attention
 from phylon.patterns import Causal, Pattern, Records, Window
 from phylon.spec.base import Mechanism, Mixer, Norm
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_finite, check_rate
 from phylon.spec.registry import build, register
 
 
@@ -52,6 +52,9 @@ class MLA(Mechanism, Mixer, frozen=True, kw_only=True, tag="mla"):
             if value is not None and value < 1:
                 raise UserError(f"{name} must be at least 1, got {value}")
         self.rotary.check(self.qk_rope_head_dim)
+        check_finite("scale", self.scale)
+        if self.pattern.heads not in (1, self.n_heads):
+            raise UserError(f"the pattern is for {self.pattern.heads} heads, the mixer has {self.n_heads}")
         check_rate("dropout", self.dropout)
 
     @property

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from phylon.layers.part import InitContext, Part
 from phylon.spec.base import Mechanism, Position
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -38,8 +38,7 @@ class Sinusoids(Mechanism, Position, frozen=True, kw_only=True):
     layout: str = "interleaved"
 
     def __post_init__(self) -> None:
-        if not self.theta > 1:
-            raise UserError(f"theta must be above 1, got {self.theta}")
+        check_finite("theta", self.theta, above=1)
         if self.layout not in ("interleaved", "halves"):
             raise UserError(f"layout must be 'interleaved' or 'halves', got '{self.layout}'")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from phylon.layers.context import Context
 from phylon.ops.rotary import rotate
 from phylon.spec.base import Mechanism, RopeScaling, Slot
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -76,6 +76,7 @@ class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_factor(self.factor, self.original_max_seq_len)
+        check_finite("beta_fast", self.beta_fast)
         if not self.beta_fast > self.beta_slow > 0:
             raise UserError(f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}, and that above 0")
 
@@ -110,6 +111,8 @@ class Llama3Scaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _check_factor(self.factor, self.original_max_seq_len)
+        check_finite("low_freq_factor", self.low_freq_factor)
+        check_finite("high_freq_factor", self.high_freq_factor)
         if self.high_freq_factor <= self.low_freq_factor:
             raise UserError(
                 f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor {self.low_freq_factor}"
@@ -169,8 +172,7 @@ class Rotary(Mechanism, Rotation, frozen=True, kw_only=True):
     scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
-        if not self.theta > 1:
-            raise UserError(f"theta must be above 1, got {self.theta}")
+        check_finite("theta", self.theta, above=1)
         if self.dim is not None and (self.dim < 2 or self.dim % 2):
             raise UserError(f"rotary dim must be even and at least 2, got {self.dim}")
 

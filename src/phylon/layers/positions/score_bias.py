@@ -7,7 +7,7 @@ from phylon.layers.context import Context
 from phylon.layers.part import InitContext, Part
 from phylon.ops.attention import AlibiBias, BucketBias
 from phylon.spec.base import Mechanism, ScoreBias, Shared
-from phylon.spec.errors import UserError
+from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register
 
 
@@ -19,6 +19,10 @@ class Alibi(Mechanism, ScoreBias, frozen=True, kw_only=True):
     """
 
     slopes: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for slope in self.slopes:
+            check_finite("a slope", slope)
 
 
 def alibi_slopes(n_heads: int) -> tuple[float, ...]:

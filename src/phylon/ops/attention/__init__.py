@@ -78,9 +78,12 @@ def attention(
     return dispatch.pick(call, backend).run(call)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> list[Reason]:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, pattern: Pattern | None = None, backend: str | None = None, **options: Any
+) -> list[Reason]:
     """Which backend would run this call, and why each other one would not; the options are those of ``attention``."""
-    return dispatch.explain(AttentionCall(q=q, k=k, v=v, **options))
+    call = AttentionCall(q=q, k=k, v=v, pattern=Full() if pattern is None else pattern, **options)
+    return dispatch.explain(call, backend)
 
 
 __all__ = ["AlibiBias", "AttentionCall", "BucketBias", "ScoreBias", "attention", "dispatch", "explain"]

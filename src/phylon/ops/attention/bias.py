@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ class AlibiBias:
     """``-slope_h * |query - key|``. Press, Smith and Lewis (arXiv:2108.12409), section 3. ``slopes`` (H,)."""
 
     slopes: Tensor
+
+    reach: ClassVar[None] = None
+    """The distance beyond which nothing changes: none."""
 
     def __post_init__(self) -> None:
         if self.slopes.ndim != 1:
@@ -63,6 +67,11 @@ class BucketBias:
     @property
     def n_heads(self) -> int:
         return self.table.shape[1]
+
+    @property
+    def reach(self) -> int:
+        """The distance beyond which nothing changes: past ``max_distance``, wherever fp32 rounds the last edge to."""
+        return 2 * self.max_distance
 
     def scores(self, query: Records, key: Records) -> Tensor:
         buckets = self.buckets(key.positions - query.positions)

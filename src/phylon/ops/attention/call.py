@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.patterns import Document, Full, Pattern, Records, aligned, measured
-from phylon.spec.errors import UserError, check_rate
+from phylon.spec.errors import UserError, check_finite, check_rate
 
 
 class ScoreBias(Protocol):
@@ -66,8 +66,8 @@ class AttentionCall:
         for name, side, length in (("query", self.query, q.shape[1]), ("key", self.key, k.shape[1])):
             if side is not None:
                 _check_records(name, side, len(q), length)
-        if self.softcap is not None and not self.softcap > 0:
-            raise UserError(f"softcap must be above 0, got {self.softcap}")
+        check_finite("scale", self.scale)
+        check_finite("softcap", self.softcap, above=0)
         if self.bias is not None and self.bias.n_heads not in (1, q.shape[2]):
             raise UserError(f"the bias is for {self.bias.n_heads} heads, the call has {q.shape[2]}")
         if isinstance(self.bias, AlibiBias | BucketBias) and self.bias.n_heads < q.shape[2]:

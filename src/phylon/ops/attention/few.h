@@ -165,16 +165,15 @@ void unite(const Call& c, int64_t b, int64_t h, int64_t t, const float* most, co
     int64_t wide = up(c.Ev, W);
     float sink = c.sink ? c.sink[h] * LOG2E : -INF, top = -INF;
     for (int64_t p = 0; p < parts; ++p) top = std::max(top, most[p * rows]);
-    bool empty = top == -INF;
     top = std::max(top, sink);
     float all_sum = c.sink ? std::exp2(sink - top) : 0;
-    for (int64_t p = 0; p < parts; ++p)
-        if (most[p * rows] != -INF) all_sum += sum[p * rows] * std::exp2(most[p * rows] - top);
+    for (int64_t p = 0; p < parts; ++p)  // a part that sees nothing has the sum 0
+        if (sum[p * rows] != 0) all_sum += sum[p * rows] * std::exp2(most[p * rows] - top);
     T* to = c.o.at<T>(b, t, h);
     for (int64_t e = 0; e < c.Ev; e += W) {
         Vec total{};
-        for (int64_t p = 0; p < parts && !empty; ++p)
-            if (most[p * rows] != -INF)
+        for (int64_t p = 0; p < parts; ++p)
+            if (sum[p * rows] != 0)
                 total += load(out + p * rows * wide + e) * (std::exp2(most[p * rows] - top) / all_sum);
         alignas(64) float lanes[W];
         store(lanes, total);

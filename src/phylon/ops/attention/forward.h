@@ -91,7 +91,7 @@ class Forward {
             inverse[q] = 0;
             if (q >= queries) continue;
             lse[q] = INF;
-            if (most == -INF) continue;
+            if (sum == 0) continue;  // sees nothing; a NaN among its scores is in the sum, not in the maximum
             if (c_.sink) {
                 float sink = c_.sink[h] * LOG2E, top = std::max(most, sink);
                 shrink = std::exp2(most - top);

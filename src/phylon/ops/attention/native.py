@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention.distances import distances, too_far
 from phylon.ops.attention.native_check import check
 from phylon.ops.attention.plan import TilePlan, tile_plan
 from phylon.ops.backward import once
@@ -66,7 +67,7 @@ class Native:
             return f"{type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
-        return None
+        return None if _is_few(call) else too_far(call)
 
     def run(self, call: AttentionCall) -> Tensor:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
@@ -231,10 +232,9 @@ def _setting(call: AttentionCall) -> tuple[Tensor | None, _Setting]:
     plan = None if band is not None else tile_plan(call, _TILE, _TILE)
     bias, first, query, key = None, 0, None, None
     if call.bias is not None:
-        first, last = 1 - call.q.shape[1], call.k.shape[1] - 1
+        first, last = distances(call)
         if call.query is not None or call.key is not None:
             query, key = (side.positions.to(torch.int64).contiguous() for side in call.records())
-            first, last = int(query.min() - key.max()), int(query.max() - key.min())
         assert isinstance(call.bias, AlibiBias | BucketBias)
         bias = call.bias.by_distance(torch.arange(first, last + 1)).float()
         bias = bias.expand(call.q.shape[2], -1).contiguous()
@@ -273,6 +273,7 @@ _NAMES = (
     "scores.h",
     "layout.h",
     "tile.h",
+    "native_check.py",
 )
 _SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 _CALL = [ctypes.c_char_p, ctypes.c_int64]

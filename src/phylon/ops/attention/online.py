@@ -192,27 +192,36 @@ class _Work:
         key = (name, a.shape[0], a.shape[1], b.shape[2])
         out = self._views.get(key)
         if out is None:
-            size = math.prod(key[1:])
-            if name not in self._buffers or self._buffers[name].numel() < size:
-                self._buffers[name] = a.new_empty(size)
-                self._views = {old: view for old, view in self._views.items() if old[0] != name}
-            out = self._views[key] = self._buffers[name][:size].view(key[1:])
+            out = self._views[key] = self._buffer(name, math.prod(key[1:])).view(key[1:])
         return torch.bmm(a, b, out=out)
 
-    def seen(self, unit: _Unit, x: Tensor) -> tuple[Tensor, ...]:
-        """The tiles of a unit's keys or values, (N, keys, E) in at least fp32; what nobody sees, NaN too, is zero."""
-        own, unseen = unit.keys(x), self.plan.unseen
-        if unseen is not None:
-            heads = unit.heads if self.plan.heads > 1 else slice(0, 1)
-            hidden = unseen[unit.rows if self.plan.batch > 1 else slice(0, 1), heads, :, None]
-            own = own.unflatten(0, (unit.rows.stop - unit.rows.start, -1)).masked_fill(hidden, 0).flatten(0, 1)
-        # Dense: a product with strided factors takes a tenth longer.
-        return tuple(tile.to(self.wide).contiguous() for tile in own.split(self.plan.block_k, dim=1))
+    def _buffer(self, name: str, size: int) -> Tensor:
+        """So many numbers, in the memory that ``name`` had before wherever that is enough."""
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._views = {key: view for key, view in self._views.items() if key[0] != name}
+            self._buffers[name] = torch.empty(size, dtype=self.wide, device=self.call.q.device)
+        return self._buffers[name][:size]
 
-    def zeros(self, tiles: tuple[Tensor, ...]) -> list[Tensor]:
+    def seen(self, name: str, unit: _Unit, x: Tensor) -> list[Tensor]:
+        """The tiles of a unit's keys or values, (N, keys, E) in at least fp32; what nobody sees, NaN too, is zero."""
+        # Dense: a product with strided factors takes a tenth longer. In one buffer: a heap keeps what pieces leave.
+        tiles, unseen = unit.keys(x).split(self.plan.block_k, dim=1), self.plan.unseen
+        made = [tile.copy_(given) for tile, given in zip(self._beside(name, tiles), tiles, strict=True)]
+        if unseen is not None:
+            heads, rows = unit.heads if self.plan.heads > 1 else slice(0, 1), unit.rows
+            hidden = unseen[rows if self.plan.batch > 1 else slice(0, 1), heads, :, None]
+            for tile, part in zip(made, hidden.split(self.plan.block_k, dim=2), strict=True):
+                tile.unflatten(0, (rows.stop - rows.start, -1)).masked_fill_(part, 0)
+        return made
+
+    def zeros(self, name: str, tiles: list[Tensor]) -> list[Tensor]:
         """For each of ``tiles`` its gradient, each of them dense: batched products into strided memory are not."""
-        flat = torch.zeros(sum(x.numel() for x in tiles), dtype=self.wide, device=self.call.q.device)
-        parts = flat.split([x.numel() for x in tiles])
+        return [part.zero_() for part in self._beside(name, tiles)]
+
+    def _beside(self, name: str, tiles: Sequence[Tensor]) -> list[Tensor]:
+        """Room for tensors like ``tiles``, one after the other."""
+        sizes = [x.numel() for x in tiles]
+        parts = self._buffer(name, sum(sizes)).split(sizes)
         return [part.view(x.shape) for part, x in zip(parts, tiles, strict=True)]
 
     def adjust(self, unit: _Unit, queries: slice, tile: _Tile, scores: Tensor) -> Tensor | None:
@@ -246,7 +255,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
     out = call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
     sums = torch.ones(*call.q.shape[:3], 2, dtype=work.wide, device=call.q.device)
     for unit in work.units():
-        k_NME, v_NME = work.seen(unit, call.k), work.seen(unit, call.v)
+        k_NME, v_NME = work.seen("k", unit, call.k), work.seen("v", unit, call.v)
         k_NEM = [x.mT for x in k_NME]
         for queries, tiles in work.rows(unit):
             if not tiles:
@@ -266,7 +275,7 @@ def _forward(work: _Work) -> tuple[Tensor, Tensor]:
                     weights.mul_(keep)
                 mixed.mul_(shrink).baddbmm_(weights, v_NME[tile.number])
                 top = new_top
-            _finish(unit, queries, call.sink, top, total, mixed, out, sums)
+            _finish(unit, queries, call.sink, top, total, mixed, (out, sums))
     return out, sums
 
 
@@ -276,14 +285,7 @@ def _powers(scores: Tensor, shift: Tensor) -> Tensor:
 
 
 def _finish(
-    unit: _Unit,
-    queries: slice,
-    sink: Tensor | None,
-    top: Tensor,
-    total: Tensor,
-    mixed: Tensor,
-    out: Tensor,
-    sums: Tensor,
+    unit: _Unit, queries: slice, sink: Tensor | None, top: Tensor, total: Tensor, mixed: Tensor, into: Sequence[Tensor]
 ) -> None:
     """Divide by the sum, in which the sink takes its share; rows that saw nothing stay zero."""
     empty, shrink = total == 0, 1.0
@@ -293,6 +295,7 @@ def _finish(
         of_sink, above = _of_sink(unit, sink, above).view_as(top), above.view_as(top)
         shrink, top = torch.exp2(top - above), above
         total = total * shrink + of_sink
+    out, sums = into
     unit.put(sums, queries, torch.cat([top.masked_fill(empty, 0), total.masked_fill(empty, 1)], -1))
     unit.put(out, queries, mixed.mul_((shrink / total).masked_fill_(empty, 0)))
 
@@ -341,9 +344,9 @@ def _backward(work: _Work, out: Tensor, sums: Tensor, d_out: Tensor) -> tuple[Te
     dq, dk, dv = (torch.zeros_like(x) for x in (call.q, call.k, call.v))
     d_sink = None if call.sink is None else torch.zeros_like(call.sink, dtype=work.wide)
     for unit in work.units():
-        k_NME, v_NME = work.seen(unit, call.k), work.seen(unit, call.v)
+        k_NME, v_NME = work.seen("k", unit, call.k), work.seen("v", unit, call.v)
         k_NEM, v_NEM = [x.mT for x in k_NME], [x.mT for x in v_NME]
-        dk_NME, dv_NME = work.zeros(k_NME), work.zeros(v_NME)
+        dk_NME, dv_NME = work.zeros("dk", k_NME), work.zeros("dv", v_NME)
         for queries, tiles in work.rows(unit):
             if not tiles:
                 continue
@@ -376,17 +379,14 @@ def _backward(work: _Work, out: Tensor, sums: Tensor, d_out: Tensor) -> tuple[Te
             unit.put(dq, queries, dq_NRE.mul_(call.factor))
         _put_keys(unit, dk, dk_NME)
         _put_keys(unit, dv, dv_NME)
-        del dk_NME, dv_NME  # before the next unit makes its own
     return dq, dk, dv, None if d_sink is None or call.sink is None else d_sink.to(call.sink.dtype)
 
 
 def _put_keys(unit: _Unit, into: Tensor, tiles: list[Tensor]) -> None:
     """Add the tiles (N, keys, E) of a unit to ``into`` (B, S, K, E)."""
-    rows, first = unit.rows.stop - unit.rows.start, 0
-    for tile in tiles:
-        last = first + tile.shape[1]
-        into[unit.rows, first:last, unit.kv] += tile.unflatten(0, (rows, -1)).transpose(1, 2)
-        first = last
+    own = into[unit.rows, :, unit.kv].split(tiles[0].shape[1], dim=1)
+    for part, tile in zip(own, tiles, strict=True):
+        part.add_(tile.unflatten(0, (len(part), -1)).transpose(1, 2))
 
 
 def _sink_share(unit: _Unit, queries: slice, sink: Tensor, top: Tensor, delta: Tensor) -> Tensor:

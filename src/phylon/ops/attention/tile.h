@@ -42,7 +42,7 @@ inline int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step
 inline Vec load(const float* p) { return *reinterpret_cast<const LooseVec*>(p); }
 inline void store(float* p, Vec x) { *reinterpret_cast<LooseVec*>(p) = x; }
 inline Vec all(float x) { return x - Vec{}; }  // x + 0 would cost an addition, since -0 + 0 is 0
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where one of them is NaN
 
 inline Vec load(const bf16* p) {
     Halves h = *reinterpret_cast<const LooseHalves*>(p);
@@ -73,7 +73,7 @@ inline void narrow(float x, bf16* p) {
 
 // ---------------------------------------------------------------------------------------------------- functions
 
-// 2^t, relative error 1e-7; 0 below 2^-126, -infinity included. The polynomial is a minimax fit on [-1/2, 1/2].
+// 2^t, relative error 1e-7; 0 below 2^-126, -infinity included; a NaN comes through. The polynomial is a minimax fit on [-1/2, 1/2].
 inline Vec exp2_of(Vec t) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     Vec shifted = t + SHIFT;
@@ -85,7 +85,7 @@ inline Vec exp2_of(Vec t) {
     p = p * f + 0.693146967f;
     p = p * f + 1.00000007f;
     Vec result = (Vec)((Ints)p + ((Ints)shifted << 23));
-    return t < -126.0f ? Vec{} : result;
+    return t >= -126.0f ? result : larger(Vec{}, t);
 }
 
 inline Vec tanh_of(Vec x) {

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.attention.call import AttentionCall
+from phylon.ops.attention.distances import distances, too_far
 from phylon.ops.attention.plan import TilePlan, tile_plan
 from phylon.ops.backward import once
 from phylon.ops.triton import interpreted, unavailable
-from phylon.patterns import Records
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WIDEST = 256
@@ -51,7 +51,7 @@ class Triton:
             return f"the score bias {type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
-        return None
+        return too_far(call)
 
     def run(self, call: AttentionCall) -> Tensor:
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
@@ -63,7 +63,7 @@ class Triton:
 
 
 class _Bias(NamedTuple):
-    """A bias as ``parameter[head, kinds[d]] * factors[d]`` with ``d = query - key - first``."""
+    """A bias as ``parameter[head, kinds[d]] * factors[d]`` with ``d = query - key - first``, or at the nearer end."""
 
     first: int
     kinds: Tensor
@@ -197,31 +197,14 @@ def _bias(call: AttentionCall) -> tuple[Tensor | None, _Bias | None]:
     if bias is None:
         return None, None
     assert isinstance(bias, AlibiBias | BucketBias)
-    query, key, first, last = _distances(call)
+    query, key = (side.positions.int().contiguous() for side in call.records())
+    first, last = distances(call)
     distance = torch.arange(first, last + 1, device=call.q.device)
     if isinstance(bias, AlibiBias):
         kinds, factors = torch.zeros_like(distance), -distance.abs().float()
         return bias.slopes[:, None].float(), _Bias(first, kinds.int(), factors, query, key)
     kinds = bias.buckets(-distance)
     return bias.table.T.float(), _Bias(first, kinds.int(), torch.ones_like(kinds, dtype=torch.float32), query, key)
-
-
-def _distances(call: AttentionCall) -> tuple[Tensor, Tensor, int, int]:
-    """Positions of both sides, int32, and the least and greatest distance; once for the blocks of a forward pass."""
-
-    def measure(query: Records, key: Records) -> tuple[Tensor, Tensor, int, int]:
-        q, k = (side.positions.int().contiguous() for side in (query, key))
-        return q, k, int(q.min() - k.max()), int(q.max() - k.min())
-
-    holder = call.query or call.key
-    if holder is None:
-        t, s = call.q.shape[1], call.k.shape[1]
-        query, key = (side.positions.int() for side in call.records())
-        return query, key, 1 - t, s - 1
-    # Both sides stay alive with the answer, so that their identities cannot be reused.
-    name = ("distances", id(call.query), id(call.key), call.q.shape[1], call.k.shape[1])
-    other = None if call.key is holder else call.key
-    return holder.memo(name, lambda: (measure(*call.records()), other))[0]
 
 
 def _block(call: AttentionCall) -> int:

@@ -87,7 +87,7 @@ def forward(
         place, distance = tl.load(places + at), cols
         if BIAS:
             qp, kp = query_positions + b * query_batch, key_positions + b * key_batch
-            distance = distances(qp, kp, rows, cols, n_queries, n_keys, bias_first)
+            distance = distances(qp, kp, rows, cols, n_queries, n_keys, bias_first, n_bias)
         scores, _ = tile_scores(
             q_tile,
             k_tile,

@@ -67,12 +67,13 @@ def readable(unseen, cols, n_keys, UNSEEN: tl.constexpr):
 
 
 @triton.jit
-def distances(query_positions, key_positions, rows, cols, n_queries, n_keys, first):
-    """The place of every pair in the tables by distance."""
+def distances(query_positions, key_positions, rows, cols, n_queries, n_keys, first, size):
+    """The place of every pair in the tables of ``size`` distances, beyond which all is as at their ends."""
     query = tl.load(query_positions + rows, mask=rows < n_queries, other=0)
     key = tl.load(key_positions + cols, mask=cols < n_keys, other=0)
     exists = (rows < n_queries)[:, None] & (cols < n_keys)[None, :]
-    return tl.where(exists, query[:, None] - key[None, :] - first, 0)
+    place = tl.minimum(tl.maximum(query[:, None] - key[None, :] - first, 0), size - 1)
+    return tl.where(exists, place, 0)
 
 
 @triton.jit

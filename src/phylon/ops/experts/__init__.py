@@ -33,9 +33,11 @@ def experts(
     return dispatch.pick(call, backend).run(call)
 
 
-def explain(x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, **options: Any) -> list[Reason]:
+def explain(
+    x: Tensor, chosen: Tensor, gates: Tensor, weights: ExpertWeights, *, backend: str | None = None, **options: Any
+) -> list[Reason]:
     """Which backend would run this call, and why each other one would not; the options are those of ``experts``."""
-    return dispatch.explain(ExpertCall(x=x, chosen=chosen, gates=gates, weights=weights, **options))
+    return dispatch.explain(ExpertCall(x=x, chosen=chosen, gates=gates, weights=weights, **options), backend)
 
 
 __all__ = ["ExpertCall", "ExpertWeights", "dispatch", "experts", "explain"]

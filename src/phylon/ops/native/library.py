@@ -7,6 +7,7 @@ crashes in its check can touch the run.
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import os
 import shutil
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -46,7 +47,8 @@ class Form:
 
 
 class Library:
-    """``sources`` are the C++ files, the first is compiled and may include the others; all lie beside ``module``.
+    """``sources`` are the C++ files and the check's: the first is compiled and may include the others, and what passed
+    another check is made again. All lie beside ``module``.
 
     ``check`` runs the kernels against the reference and returns ``None``, or what is wrong. ``functions`` gives the C
     argument types by function name; every function returns nothing, unless ``returns`` names a type. Of the ``forms``
@@ -102,13 +104,17 @@ class Library:
             return None
         try:
             return self._without(self.form, self.failed.read_text(encoding="utf-8", errors="replace").strip())
-        except FileNotFoundError:
-            pass
         except OSError as error:
-            return self._without(self.form, f"'{self.failed}' cannot be read: {error.strerror}; remove it")
+            if os.path.lexists(self.failed):
+                return self._without(self.form, f"'{self.failed}' cannot be read: {error.strerror}; remove it")
         if self._process is None:
             try:
-                self._process = self._make()
+                log = self._log()
+            except OSError as error:
+                why = error.strerror or error
+                return f"'{cache_folder()}' keeps no kernels: {why}; set PHYLON_CACHE to a folder that you can write to"
+            try:
+                self._process = self._make(log)
             except OSError as error:
                 return f"its compiler cannot be started: {error.strerror or error}"
         code = self._process.poll()
@@ -184,13 +190,19 @@ class Library:
         """Where the reason lies if it cannot be made."""
         return self.path.with_suffix(".failed")
 
-    def _make(self) -> "subprocess.Popen[bytes]":
-        folder = self.path.parent
+    def _log(self) -> BinaryIO:
+        """Where the making writes, in the cache folder, which is made where it is missing."""
+        folder = cache_folder()
+        if folder.parts[0].startswith("~"):
+            raise FileNotFoundError(errno.ENOENT, "no such home folder")
         folder.mkdir(parents=True, exist_ok=True)
+        return open(self.path.with_suffix(".log"), "wb")
+
+    def _make(self, log: BinaryIO) -> "subprocess.Popen[bytes]":
         package = Path(__file__).parents[3]
         environment = os.environ | {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
         environment["PYTHONPATH"] = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-        with open(self.path.with_suffix(".log"), "wb") as log:
+        with log:
             return subprocess.Popen(
                 [sys.executable, "-m", "phylon.ops.native.make", self.module, self.form.name],
                 stdin=subprocess.DEVNULL,
@@ -265,11 +277,9 @@ def flags() -> list[str]:
 
 
 def cache_folder() -> Path:
-    """``$PHYLON_CACHE/native``, by default the user's cache folder."""
-    chosen = os.environ.get("PHYLON_CACHE")
-    if chosen:
-        return Path(chosen) / "native"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phylon" / "native"
+    """``$PHYLON_CACHE/native``, by default in the user's cache folder; a home that nobody knows stays a ``~``."""
+    users = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "phylon")
+    return Path(os.path.expanduser(os.environ.get("PHYLON_CACHE") or users)) / "native"
 
 
 def _identity(path: str | None) -> tuple[str, int, int] | None:

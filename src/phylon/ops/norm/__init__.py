@@ -1,4 +1,8 @@
-"""Normalisation over the last dimension, statistics in at least fp32, with the residual sum before it in one op."""
+"""Normalisation over the last dimension, statistics in at least fp32, with the residual sum before it in one op.
+
+Where the squares of a row add up to more than the statistics' dtype holds (fp32: numbers beyond some 1e19) the row is
+lost, as in ``torch.nn.functional``: it becomes zeros or NaN, and so does its gradient.
+"""
 
 from torch import Tensor
 

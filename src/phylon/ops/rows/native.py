@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from phylon.ops.native import Library, pointer, strided
 
@@ -232,39 +231,16 @@ def _low(tensor: Tensor) -> int:
 
 
 def _check() -> str | None:
-    """The kernels against PyTorch on sizes that are no multiple of a vector."""
-    made = torch.Generator().manual_seed(0)
-    for rows, d in ((5, 7), (67, 100), (3, 64)):
-        x, g, w, b = (torch.randn(*shape, generator=made) for shape in ((rows, d), (rows, d), (d,), (d,)))
-        leaf = x.clone().requires_grad_()
-        for centred, normed in ((True, F.layer_norm(leaf, (d,), w, b)), (False, F.rms_norm(leaf, (d,), w, 1e-5))):
-            _, y, statistics = norm_forward(x, None, w, b if centred else None, 1e-5, centred)
-            (expected,) = torch.autograd.grad(normed, leaf, g)
-            found, _, _ = norm_backward(g, None, x, w, statistics, centred, centred)
-            if not (torch.allclose(y, normed, atol=1e-5) and torch.allclose(found, expected, atol=1e-4)):
-                return f"norm of {d}"
-        pairs = {"gelu": F.gelu(leaf), "gelu_tanh": F.gelu(leaf, approximate="tanh"), "silu": F.silu(leaf)}
-        pairs |= {"relu": leaf.relu(), "tanh": leaf.tanh()}
-        for name, y in pairs.items():
-            (expected,) = torch.autograd.grad(y, leaf, g)
-            found = ActivationGradients(name, g.clone(), x, None, None, None, again=True)
-            if not (torch.allclose(found.y, y, atol=1e-5) and torch.allclose(found.x, expected, atol=1e-5)):  # type: ignore[arg-type]
-                return f"activation {name}"
-        targets = torch.randint(0, d, (rows,), generator=made)
-        expected_losses = F.cross_entropy(x, targets, reduction="none")
-        if not torch.allclose(
-            scores_loss(x.clone(), None, targets, None, None, 0.0, 0.0, True), expected_losses, atol=1e-5
-        ):
-            return "cross-entropy"
-        if not torch.allclose(row_sum(x), x.sum(0), atol=1e-5):
-            return "sum over rows"
-    return None
+    from phylon.ops.rows.check import check
+
+    return check()
 
 
 LIBRARY = Library(
     __name__,
     [Path(__file__).with_name(name) for name in
-     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h", "experts.h")],
+     ("native.cpp", "vec.h", "norm.h", "activation.h", "loss.h", "adamw.h", "rotary.h", "experts.h",
+      "check.py")],
     {
         "rows_norm": [_I, *[_P] * 8, _L, _L, _F, _I],
         "rows_norm_backward": [_I, *[_P] * 10, _L, _L, _I],

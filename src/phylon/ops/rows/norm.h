@@ -25,6 +25,10 @@ static void norm_forward(const X* x, const H* h, const float* w, const float* b,
                 s += v;
             }
             float m = centred ? sum(s) / d : 0.f;
+            if (!std::isfinite(m)) {  // the sum may have overflowed where the mean does not
+                m = 0.f;
+                for (long c = 0; c < d; ++c) m += row[c] / d;
+            }
             vf q{};
             for (long c = 0; c < d; c += W) {
                 vf v = load(row + c) - m;

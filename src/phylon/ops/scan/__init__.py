@@ -1,7 +1,6 @@
 """Selective scans and the convolution before them: public functions, references, and backends behind one dispatch."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +43,9 @@ def selective_scan(
     as is all the arithmetic. ``resets`` boolean (B, T): the step starts a document and forgets what came before.
     ``real`` boolean (B, T): elsewhere is padding, which may hold anything, leaves the state exactly as it is and
     yields zero. ``into`` (B, D, N), not ``state``: the last state is written there, without a gradient. Cost: O(T D N)
-    time; memory for the states of one chunk, and for the backward pass the first state of each. ``backend`` forces one;
-    if it refuses, ``UserError`` gives its reason.
+    time; memory for the states of one chunk, and for the backward pass for states of B T D numbers at most. A step
+    (T = 1) with ``into``, without a gradient, makes nothing of a state's size. ``backend`` forces one; if it refuses,
+    ``UserError`` gives its reason.
     """
     call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
     with _without_autocast(x):
@@ -104,10 +104,23 @@ def mamba_step(call: StepCall, backend: str | None = None) -> Tensor:
     return step_dispatch.pick(call, backend).run(call)
 
 
-def explain(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, **options: Any) -> list[Reason]:
+def explain(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    *,
+    state: Tensor | None = None,
+    resets: Tensor | None = None,
+    real: Tensor | None = None,
+    into: Tensor | None = None,
+    backend: str | None = None,
+) -> list[Reason]:
     """Which backend would run this selective scan, and why each other one would not."""
-    state = options.pop("state", None)
-    return dispatch.explain(ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(**options)))
+    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
+    return dispatch.explain(call, backend)
 
 
 def _written(result: tuple[Tensor, Tensor], into: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
 """The selective scan in chunks: what belongs to all steps of a chunk at once, the recurrence step by step.
 
 Only a chunk's states ever exist, in buffers that every chunk uses again; the backward pass computes them once more from
-the state at the chunk's start.
+the state at the chunk's start. Between the passes a state is kept for every N steps at most, B T D numbers, as many as
+``x`` has; where chunks are shorter than that, those between two kept states are gone through once more to find theirs.
 """
 
 from typing import Any
@@ -16,7 +17,6 @@ _CHUNK_NUMBERS = 2**18
 """Numbers of one (B, L, D, N) tensor: on a CPU larger ones leave the cache."""
 _LONGEST = 64
 _SHORTEST = 16
-"""Of every chunk the first state is kept for the backward pass: at 16 steps they are as large as ``x`` for N = 16."""
 
 
 class ScanChunked:
@@ -33,14 +33,39 @@ class ScanChunked:
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, A, B, C, D = wide(call.x, call.dt, call.A, call.B, call.C, call.D)
         x, dt, B, C = (cleared(t, call.breaks.real) for t in (x, dt, B, C))
+        into, before = call.into, call.state
+        if into is not None and before is not None and _in_place(call, x.dtype):
+            # ``into`` holds A first: then nothing of a state's size is made.
+            return step_into(into.copy_(A), before, x, dt, B, C, D).to(call.x.dtype), into
         h = x.new_zeros(len(x), *A.shape) if call.state is None else call.state.to(x.dtype)
         y, h = _Scan.apply(x, dt, A, B, C, D, h, call.breaks.resets)
         return cleared(y, call.breaks.real).to(call.x.dtype), h
 
 
+def step_into(into: Tensor, h: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor) -> Tensor:
+    """One step (B, 1, …) without a gradient; ``into`` (B, D, N) holds A and takes the state that follows ``h``."""
+    into.mul_(dt.mT).exp_().mul_(h).addcmul_((dt * x).mT, B)
+    return torch.addcmul((into @ C.mT).mT, x, D)
+
+
+def _in_place(call: ScanCall, dtype: torch.dtype) -> bool:
+    """Whether this is a step of plain tokens whose last state can be computed right in ``into``."""
+    into, given = call.into, (call.x, call.dt, call.A, call.B, call.C, call.D, call.state)
+    if into is None or into is call.state or into.dtype != dtype or call.x.shape[1] != 1:
+        return False
+    if call.breaks.resets is not None or call.breaks.real is not None:
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given))
+
+
 def chunk_length(numbers: int) -> int:
     """Steps of a chunk, for a state of so many numbers."""
     return min(_LONGEST, max(_SHORTEST, _CHUNK_NUMBERS // numbers))
+
+
+def kept_every(length: int, size: int) -> int:
+    """Chunks of ``length`` steps from one kept state to the next: so many steps that the states are no more than x."""
+    return -(-size // length)
 
 
 class _Scan(torch.autograd.Function):
@@ -52,10 +77,12 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         length = min(x.shape[1], chunk_length(h.numel()))
         decay, states = (x.new_empty(len(x), length, *A.shape) for _ in range(2))
+        every = kept_every(length, A.shape[1])
         y, starts = torch.empty_like(x), []
         for at in range(0, x.shape[1], length):
             now = slice(at, at + length)
-            starts.append(h)
+            if at % (every * length) == 0:
+                starts.append(h)
             decay, states = decay[:, : x.shape[1] - at], states[:, : x.shape[1] - at]
             _fill(decay, states, h, x[:, now], dt[:, now], A, B[:, now], _part(resets, now))
             read = (states @ C[:, now, :, None])[..., 0]
@@ -63,7 +90,7 @@ class _Scan(torch.autograd.Function):
             # A copy: the buffer is used again, and a view would keep all of it alive.
             h = states[:, -1].clone()
         if any(ctx.needs_input_grad):
-            ctx.length = length
+            ctx.length, ctx.every = length, every
             ctx.save_for_backward(x, dt, A, B, C, D, resets, torch.stack(starts))
         return y, h
 
@@ -76,12 +103,18 @@ class _Scan(torch.autograd.Function):
         buffers = tuple(x.new_empty(len(x), ctx.length, *A.shape) for _ in range(3))
         grad_x, grad_dt, grad_B, grad_C = (torch.empty_like(t) for t in (x, dt, B, C))
         grad_A = torch.zeros_like(A)
-        for i in reversed(range(len(starts))):
-            now = slice(i * ctx.length, (i + 1) * ctx.length)
+        between: list[Tensor] = []
+        for i in reversed(range(-(-x.shape[1] // ctx.length))):
+            now, first = slice(i * ctx.length, (i + 1) * ctx.length), i - i % ctx.every
+            if not between:
+                run = slice(first * ctx.length, i * ctx.length)
+                parts = (x[:, run], dt[:, run], A, B[:, run], _part(resets, run))
+                between = _starts(starts[first // ctx.every], buffers[:2], *parts)
+            h = between.pop()
             x_, dt_, B_, C_, g = x[:, now], dt[:, now], B[:, now], C[:, now], grad_y[:, now]
             decay, states, d = (buffer[:, : x_.shape[1]] for buffer in buffers)
             cuts = _part(resets, now)
-            _fill(decay, states, starts[i], x_, dt_, A, B_, cuts)
+            _fill(decay, states, h, x_, dt_, A, B_, cuts)
             grad_C[:, now] = (g[:, :, None] @ states)[:, :, 0]
             # The gradient of every state: d_t = C_t g_t + a_{t+1} d_{t+1}, the same recurrence backwards in time.
             torch.mul(g[..., None], C_[:, :, None], out=d)
@@ -92,7 +125,7 @@ class _Scan(torch.autograd.Function):
             grad_B[:, now] = ((dt_ * x_)[:, :, None] @ d)[:, :, 0]
             # Of the exponent dt A: d_t times what the step before left.
             d.mul_(decay)
-            d[:, 0].mul_(starts[i])
+            d[:, 0].mul_(h)
             d[:, 1:].mul_(states[:, :-1])
             if cuts is not None:
                 d.masked_fill_(cuts[..., None, None], 0)
@@ -100,6 +133,25 @@ class _Scan(torch.autograd.Function):
             grad_dt[:, now] = torch.addcmul(torch.mul(d, A, out=decay).sum(-1), grad_u, x_)
             grad_x[:, now] = torch.addcmul(g * D, grad_u, dt_)
         return grad_x, grad_dt, grad_A, grad_B, grad_C, (grad_y * x).sum((0, 1)), carry, None
+
+
+def _starts(
+    h: Tensor,
+    buffers: tuple[Tensor, ...],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    resets: Tensor | None,
+) -> list[Tensor]:
+    """The states before each of the whole chunks of ``x``, from ``h`` before the first, and that after the last."""
+    decay, states = buffers
+    found, length = [h], decay.shape[1]
+    for at in range(0, x.shape[1], length):
+        now = slice(at, at + length)
+        _fill(decay, states, found[-1], x[:, now], dt[:, now], A, B[:, now], _part(resets, now))
+        found.append(states[:, -1].clone())
+    return found
 
 
 def _part(resets: Tensor | None, now: slice) -> Tensor | None:

@@ -15,7 +15,8 @@ namespace phylon {
 struct Conv {
   int64_t batch, length, width, reach, threads, silu;
   Tensor x, tail;             // (B, T, D), (B, W - 1, D); no data: zeros
-  const float *weight, *bias;  // (W, D), (D,) or null
+  Tensor weight;              // (D, W) with strides: `row` of channels, `step` of taps
+  Numbers bias;               // (D,), no data: zeros
   const uint8_t *resets, *real;
 };
 
@@ -79,43 +80,60 @@ inline Window window_of(const Conv &c, int64_t row, int64_t t) {
   return w;
 }
 
-inline Vec read(const float *from) {
-  Vec out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
+struct Range {
+  int64_t from, to;
+  int64_t blocks() const { return (to - from + LANES - 1) / LANES; }
+  int count(int64_t channel) const { return int(to - channel < LANES ? to - channel : LANES); }
+};
 
-inline Vec convolved(const Conv &c, const Window &w, int64_t row, int64_t t, int64_t channel, int count) {
-  Vec z = c.bias ? some(c.bias + channel, count) : Vec{};
+// The weights and biases of a range as vectors of channels, read once from where they lie: [block][latest tap first].
+struct Weights {
+  Vec *taps, *bias;
+  static int64_t vectors(const Conv &c, Range range) { return (c.reach + 1) * range.blocks(); }
+  Weights(const Conv &c, Range range) : taps(scratch.take(c.reach * range.blocks())), bias(scratch.take(range.blocks())) {
+    for (int64_t i = 0; i < range.blocks(); i++) {
+      const int64_t channel = range.from + i * LANES;
+      bias[i] = c.bias ? c.bias.load(channel, range.count(channel)) : Vec{};
+      c.weight.half ? fill(c, (const uint16_t *)c.weight.data, channel, range.count(channel), taps + i * c.reach)
+                    : fill(c, (const float *)c.weight.data, channel, range.count(channel), taps + i * c.reach);
+    }
+  }
+  template <class T> static void fill(const Conv &c, const T *weight, int64_t channel, int count, Vec *out) {
+    for (int64_t j = 0; j < c.reach; j++) {
+      out[j] = Vec{};
+      const T *tap = weight + channel * c.weight.row + (c.reach - 1 - j) * c.weight.step;
+      for (int lane = 0; lane < count; lane++) ((float *)(out + j))[lane] = widened(tap[lane * c.weight.row]);
+    }
+  }
+};
+
+// Of the block of channels whose first weight is `taps`.
+inline Vec convolved(const Conv &c, Vec z, const Vec *taps, const Window &w, int64_t row, int64_t t, int64_t channel,
+                     int count) {
   if (w.plain && count == LANES) {
-    for (int64_t j = 0; j < c.reach; j++)
-      z += read(c.weight + (c.reach - 1 - j) * c.width + channel) * read(w.rows[j] + channel);
+    for (int64_t j = 0; j < c.reach; j++) z += taps[j] * read(w.rows[j] + channel);
     return z;
   }
-  for (int64_t j = 0; j < c.reach; j++)
-    z += some(c.weight + (c.reach - 1 - j) * c.width + channel, count) *
-         input(c, row, past.of[t * c.reach + j], channel, count);
+  for (int64_t j = 0; j < c.reach; j++) z += taps[j] * input(c, row, past.of[t * c.reach + j], channel, count);
   return z;
 }
 
 inline Vec sigmoid(Vec z) { return 1.0f / (1.0f + exp2(z * -1.44269504f)); }
 
-struct Range {
-  int64_t from, to;
-  int count(int64_t channel) const { return int(to - channel < LANES ? to - channel : LANES); }
-};
-
 inline void conv_forward_range(const Conv &c, const Tensor &y, const Tensor &last, int64_t row, Range range) {
   past.fill(c, row);
+  scratch.reserve(Weights::vectors(c, range));
+  const Weights weights(c, range);
   const Vec zero{};
   for (int64_t t = 0; t < c.length; t++) {
     const bool real = !c.real || c.real[row * c.length + t];
     const Window window = real ? window_of(c, row, t) : Window{};
-    for (int64_t d = range.from; d < range.to; d += LANES) {
+    for (int64_t i = 0; i < range.blocks(); i++) {
+      const int64_t d = range.from + i * LANES;
       const int count = range.count(d);
       Vec z = zero;
       if (real) {
-        z = convolved(c, window, row, t, d, count);
+        z = convolved(c, weights.bias[i], weights.taps + i * c.reach, window, row, t, d, count);
         if (c.silu) z *= sigmoid(z);
       }
       store_row(y, row, t, d, count, (const float *)&z);
@@ -137,8 +155,9 @@ struct ConvGradients {
 // Against time, with the last W gradients dz of the document in a ring.
 inline void conv_backward_range(const Conv &c, const ConvGradients &grad, int64_t row, Range range) {
   past.fill(c, row);
-  const int64_t W = c.reach, blocks = (range.to - range.from + LANES - 1) / LANES;
-  scratch.reserve((2 * W + 1) * blocks);
+  const int64_t W = c.reach, blocks = range.blocks();
+  scratch.reserve((2 * W + 1) * blocks + Weights::vectors(c, range));
+  const Weights weights(c, range);
   Vec *ring = scratch.take(W * blocks), *dw = scratch.take(W * blocks), *db = scratch.take(blocks);
   for (int64_t i = 0; i < W * blocks; i++) ring[i] = dw[i] = Vec{};
   for (int64_t i = 0; i < blocks; i++) db[i] = Vec{};
@@ -162,7 +181,7 @@ inline void conv_backward_range(const Conv &c, const ConvGradients &grad, int64_
       if (t >= 0) {
         load_row(grad.y, row, t, d, count, (float *)&dz);
         if (c.silu) {
-          const Vec z = convolved(c, window, row, t, d, count), s = sigmoid(z);
+          const Vec z = convolved(c, weights.bias[i], weights.taps + i * W, window, row, t, d, count), s = sigmoid(z);
           dz *= s * (1.0f + z * (1.0f - s));
         }
         db[i] += dz;
@@ -174,7 +193,7 @@ inline void conv_backward_range(const Conv &c, const ConvGradients &grad, int64_
       ring[slot * blocks + i] = dz;
       Vec dx{};
       for (int64_t j = 0; j <= following; j++)
-        dx += some(c.weight + (W - 1 - j) * c.width + d, count) * ring[(slot + j) % W * blocks + i];
+        dx += weights.taps[i * W + j] * ring[(slot + j) % W * blocks + i];
       for (int64_t k = 0; k < W - 1 && grad.last.data; k++)
         if (past.last[k] == index) {
           Vec passed{};

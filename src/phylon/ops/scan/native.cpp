@@ -1,5 +1,5 @@
 // The kernels of this folder, one library: see the headers.
 
 #include "conv.h"
-#include "selective.h"
+#include "selective_backward.h"
 #include "step.h"

@@ -1,9 +1,7 @@
 """The C++ kernels of this folder (``native.cpp``), forward and backward: fp32 inside, fp32 or bf16 outside."""
 
 import ctypes
-from collections.abc import Callable
 from ctypes import POINTER, Structure, byref, c_int64, c_void_p
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ from torch import Tensor
 from phylon.ops.activation import ACTIVATIONS
 from phylon.ops.backward import once
 from phylon.ops.native import Library, pointer, strided
-from phylon.ops.scan.call import Breaks, ConvCall, ScanCall
-from phylon.ops.scan.reference import ConvReference, ScanReference
+from phylon.ops.scan.call import ConvCall, ScanCall
 
 _HELD = (torch.float32, torch.bfloat16)
 
@@ -32,11 +29,25 @@ class _Strided(Structure):
         return cls(*strided(tensor, shape, torch.bfloat16 if half else torch.float32), half)
 
 
+class _Numbers(Structure):
+    """``Numbers`` in the source: dense ones."""
+
+    _fields_ = (("data", c_void_p), ("half", c_int64))
+
+    @classmethod
+    def of(cls, tensor: Tensor | None, numbers: int) -> "_Numbers":
+        if tensor is None:
+            return cls()
+        half = tensor.dtype is torch.bfloat16
+        return cls(pointer(tensor, numbers, torch.bfloat16 if half else torch.float32), half)
+
+
 class _Scan(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "length", "width", "size", "threads")),
         *((name, _Strided) for name in ("x", "dt", "B", "C")),
-        *((name, c_void_p) for name in ("A", "D", "h0", "resets", "real")),
+        *((name, _Numbers) for name in ("A", "D")),
+        *((name, c_void_p) for name in ("h0", "resets", "real")),
     )
 
 
@@ -50,8 +61,8 @@ class _ScanGradients(Structure):
 class _Conv(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "length", "width", "reach", "threads", "silu")),
-        *((name, _Strided) for name in ("x", "tail")),
-        *((name, c_void_p) for name in ("weight", "bias", "resets", "real")),
+        *((name, _Strided) for name in ("x", "tail", "weight")),
+        *(("bias", _Numbers), ("resets", c_void_p), ("real", c_void_p)),
     )
 
 
@@ -75,13 +86,13 @@ class ScanNative:
 
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
         x, dt, B, C = (_rows(t) for t in (call.x, call.dt, call.B, call.C))
-        A, D, h = call.A.float().contiguous(), call.D.float().contiguous(), _wide(call.state)
+        A, D, h = _held(call.A).contiguous(), _held(call.D).contiguous(), _wide(call.state)
         breaks = _masks(call)
         tensors = (x, dt, A, B, C, D, h)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _NativeScan.apply(*tensors, *breaks)
         y, last = torch.empty(x.shape, dtype=x.dtype), _target(call.into, h)
-        last = A.new_empty(len(x), *A.shape) if last is None else last
+        last = torch.empty(len(x), *A.shape) if last is None else last
         described = _scan(*tensors, *breaks)
         LIBRARY.scan_forward(byref(described), byref(_Strided.of(y, x.shape)), pointer(last, len(x) * A.numel()), None)
         return y, last
@@ -101,7 +112,7 @@ class ConvNative:
 
     def run(self, call: ConvCall) -> tuple[Tensor, Tensor]:
         x, tail = _rows(call.x), None if call.tail is None else _rows(call.tail)
-        weight, bias = call.weight.float().t().contiguous(), _wide(call.bias)
+        weight, bias = _held(call.weight), None if call.bias is None else _held(call.bias).contiguous()
         breaks = _masks(call)
         silu = call.activation == "silu"
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, tail, weight, bias)):
@@ -109,9 +120,8 @@ class ConvNative:
         else:
             y, last = torch.empty(x.shape, dtype=x.dtype), call.into
             if last is None or last is tail or last.dtype not in _HELD or not last.is_contiguous():
-                last = x.new_empty(len(x), len(weight) - 1, len(weight.T))
-            described = _conv(x, weight, bias, tail, silu, *breaks)
-            tails = (len(x), len(weight) - 1, x.shape[2])
+                last = x.new_empty(_tails(x, weight))
+            described, tails = _conv(x, weight, bias, tail, silu, *breaks), _tails(x, weight)
             LIBRARY.conv_forward(byref(described), byref(_Strided.of(y, x.shape)), byref(_Strided.of(last, tails)))
         return y if call.activation is None or silu else ACTIVATIONS[call.activation](y), last
 
@@ -148,6 +158,15 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _held(tensor: Tensor) -> Tensor:
+    """A parameter as the kernels read it: as it is, or in fp32."""
+    return tensor if tensor.dtype in _HELD else tensor.float()
+
+
+def _tails(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    return len(x), weight.shape[1] - 1, x.shape[2]
+
+
 def _wide(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().contiguous()
 
@@ -169,8 +188,8 @@ class _NativeScan(torch.autograd.Function):
         real: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         call = _scan(x, dt, A, B, C, D, h, resets, real)
-        y, last = torch.empty(x.shape, dtype=x.dtype), A.new_empty(len(x), *A.shape)
-        starts = A.new_empty(LIBRARY.scan_starts(*x.shape, A.shape[1]))
+        y, last = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x), *A.shape)
+        starts = torch.empty(LIBRARY.scan_starts(*x.shape, A.shape[1]))
         ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
         ctx.set_materialize_grads(False)
         LIBRARY.scan_forward(byref(call), byref(_Strided.of(y, x.shape)), last.data_ptr(), starts.data_ptr())
@@ -183,9 +202,9 @@ class _NativeScan(torch.autograd.Function):
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
         grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
-        grad_B, grad_C = (A.new_empty(t.shape) for t in (B, C))
-        grad_A, grad_h = (A.new_empty(len(x), *A.shape) for _ in range(2))
-        grad_D = A.new_empty(len(x), len(A))
+        grad_B, grad_C = (torch.empty(t.shape) for t in (B, C))
+        grad_A, grad_h = (torch.empty(len(x), *A.shape) for _ in range(2))
+        grad_D = torch.empty(len(x), len(A))
         dense = (grad_B, grad_C, grad_last, grad_A, grad_D, grad_h, starts)
         states = len(x) * A.numel()
         sizes = (B.numel(), C.numel(), states, states, len(x) * len(A), states, starts.numel())
@@ -194,8 +213,9 @@ class _NativeScan(torch.autograd.Function):
             *(pointer(t, n) for t, n in zip(dense, sizes, strict=True)),
         )
         LIBRARY.scan_backward(byref(_scan(x, dt, A, B, C, D, h, resets, real)), byref(gradients))
-        grad_B, grad_C = grad_B.to(B.dtype), grad_C.to(C.dtype)
-        return grad_x, grad_dt, grad_A.sum(0), grad_B, grad_C, grad_D.sum(0), None if h is None else grad_h, None, None
+        sums = (grad_A.sum(0), grad_B, grad_C, grad_D.sum(0))
+        wide = (made.to(t.dtype) for made, t in zip(sums, (A, B, C, D), strict=True))
+        return grad_x, grad_dt, *wide, None if h is None else grad_h, None, None
 
 
 def _scan(
@@ -214,13 +234,13 @@ def _scan(
     return _Scan(
         *(batch, length, width, size, torch.get_num_threads()),
         *(_Strided.of(t, shape) for t, shape in ((x, x.shape), (dt, x.shape), (B, maps), (C, maps))),
-        *(pointer(A, width * size), pointer(D, width), pointer(h, batch * width * size)),
+        *(_Numbers.of(A, width * size), _Numbers.of(D, width), pointer(h, batch * width * size)),
         *(pointer(mask, batch * length, torch.bool) for mask in (resets, real)),
     )
 
 
 class _NativeConv(torch.autograd.Function):
-    """``x`` (B, T, D), ``weight`` (W, D), ``bias`` (D,) or ``None``, ``tail`` (B, W - 1, D) or ``None``."""
+    """``x`` (B, T, D), ``weight`` (D, W), ``bias`` (D,) or ``None``, ``tail`` (B, W - 1, D) or ``None``."""
 
     @staticmethod
     def forward(
@@ -233,7 +253,7 @@ class _NativeConv(torch.autograd.Function):
         resets: Tensor | None,
         real: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        y, last = torch.empty(x.shape, dtype=x.dtype), x.new_empty(len(x), len(weight) - 1, len(weight.T))
+        y, last = torch.empty(x.shape, dtype=x.dtype), x.new_empty(_tails(x, weight))
         call = _conv(x, weight, bias, tail, silu, resets, real)
         LIBRARY.conv_forward(byref(call), byref(_Strided.of(y, x.shape)), byref(_Strided.of(last, last.shape)))
         ctx.save_for_backward(x, weight, bias, tail, resets, real)
@@ -249,15 +269,16 @@ class _NativeConv(torch.autograd.Function):
         grad_last = None if grad_outputs[1] is None else _rows(grad_outputs[1])
         grad_x = torch.empty(x.shape, dtype=x.dtype)
         grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype)
-        grad_weight, grad_bias = (weight.new_empty(len(x), *shape) for shape in (weight.shape, weight.shape[1:]))
-        tails = (len(x), len(weight) - 1, x.shape[2])
+        grad_weight, grad_bias = (torch.empty(len(x), *shape) for shape in (weight.mT.shape, weight.shape[:1]))
+        tails = _tails(x, weight)
         views = ((grad_y, x.shape), (grad_last, tails), (grad_x, x.shape), (grad_tail, tails))
         gradients = _ConvGradients(
             *(_Strided.of(t, shape) for t, shape in views),
             *(t.data_ptr() for t in (grad_weight, grad_bias)),
         )
         LIBRARY.conv_backward(byref(_conv(x, weight, bias, tail, ctx.silu, resets, real)), byref(gradients))
-        return grad_x, grad_weight.sum(0), None if bias is None else grad_bias.sum(0), grad_tail, None, None, None
+        of_bias = None if bias is None else grad_bias.sum(0).to(bias.dtype)
+        return grad_x, grad_weight.sum(0).mT.to(weight.dtype), of_bias, grad_tail, None, None, None
 
 
 def _conv(
@@ -269,55 +290,29 @@ def _conv(
     resets: Tensor | None,
     real: Tensor | None,
 ) -> _Conv:
-    (batch, length, width), reach = x.shape, len(weight)
+    (batch, length, width), reach = x.shape, weight.shape[1]
+    # One tap after the other: the kernel reads them one by one, wherever they are.
+    taps = _Strided.of(weight[..., None], (width, reach, 1))
     return _Conv(
         *(batch, length, width, reach, torch.get_num_threads(), silu),
-        *(_Strided.of(t, shape) for t, shape in ((x, x.shape), (tail, (batch, reach - 1, width)))),
-        *(pointer(weight, reach * width), pointer(bias, width)),
+        *(_Strided.of(t, shape) for t, shape in ((x, x.shape), (tail, _tails(x, weight)))),
+        *(taps, _Numbers.of(bias, width)),
         *(pointer(mask, batch * length, torch.bool) for mask in (resets, real)),
     )
 
 
-def check() -> str | None:
-    """The kernels against the references, forward and backward, with documents and padding."""
-    g = torch.Generator().manual_seed(0)
-    batch, length, width, size, reach = 2, 70, 37, 9, 4
-    resets, real = torch.rand(2, batch, length, generator=g) > 0.2
-    breaks = Breaks(resets=~resets & real, real=real)
+def _check() -> str | None:
+    from phylon.ops.scan.check import check
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=g)
-
-    by_time = {name: draw(batch, length, n) for name, n in (("x", width), ("dt", width), ("B", size), ("C", size))}
-    constant = {"A": -torch.exp(draw(width, size)), "D": draw(width), "state": draw(batch, width, size)}
-    scan = by_time | constant | {"dt": torch.nn.functional.softplus(by_time["dt"])}
-    conv = {"x": draw(batch, length, width), "weight": draw(width, reach), "bias": draw(width)}
-    conv |= {"tail": draw(batch, reach - 1, width)}
-    wrong = _compare(ScanNative(), ScanReference(), lambda **t: ScanCall(**t, breaks=breaks), scan)
-    for activation in (None, "silu"):
-        made = partial(ConvCall, breaks=breaks, activation=activation)
-        wrong = wrong or _compare(ConvNative(), ConvReference(), made, conv)
-    return wrong
-
-
-def _compare(kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict[str, Tensor]) -> str | None:
-    """What is wrong with the outputs or gradients of ``kernel``, ``None`` if nothing."""
-    found = []
-    for backend, dtype in ((kernel, torch.float32), (reference, torch.float64)):
-        leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
-        outputs = backend.run(make(**leaves))
-        torch.stack([(t.double() * (1 + t.detach().double())).sum() for t in outputs]).sum().backward()
-        found.append([*(t.detach() for t in outputs), *(t.grad for t in leaves.values())])
-    for name, got, wanted in zip(("y", "state", *inputs), *found, strict=True):
-        error = float((got.double() - wanted).abs().max() / wanted.abs().max())
-        if not error < 1e-4:
-            return f"{type(kernel).__name__} is off by {error:.1e} in {name}"
-    return None
+    return check()
 
 
 LIBRARY = Library(
     __name__,
-    [Path(__file__).with_name(name) for name in ("native.cpp", "vectors.h", "selective.h", "conv.h", "step.h")],
+    [
+        Path(__file__).with_name(name)
+        for name in ("native.cpp", "vectors.h", "selective.h", "selective_backward.h", "conv.h", "step.h", "check.py")
+    ],
     {
         "scan_starts": [c_int64] * 4,
         "scan_forward": [POINTER(_Scan), POINTER(_Strided), c_void_p, c_void_p],
@@ -326,6 +321,6 @@ LIBRARY = Library(
         "conv_forward": [POINTER(_Conv), POINTER(_Strided), POINTER(_Strided)],
         "conv_backward": [POINTER(_Conv), POINTER(_ConvGradients)],
     },
-    check,
+    _check,
     returns={"scan_starts": ctypes.c_int64},
 )

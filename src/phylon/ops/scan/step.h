@@ -13,15 +13,15 @@ namespace phylon {
 
 struct Step {
   int64_t batch, width, size, rank, reach;
-  const float *x, *z;                        // (B, D)
-  const float *conv_weight, *conv_bias;      // (D, W), (D,) or null
-  const float *x_proj, *dt_proj, *dt_bias;   // (R + 2 N, D), (D, R), (D,)
-  const float *A_log, *D;                    // (D, N), (D,)
-  const float *tail, *h;                     // (B, W - 1, D), (B, D, N)
-  float *new_tail, *new_h, *y;               // the same, and (B, D)
+  Numbers x, z;                        // (B, D)
+  Numbers conv_weight, conv_bias;      // (D, W), (D,) or no data
+  Numbers x_proj, dt_proj, dt_bias;    // (R + 2 N, D), (D, R), (D,)
+  Numbers A_log, D;                    // (D, N), (D,)
+  Numbers tail, h;                     // (B, W - 1, D), (B, D, N): h is fp32
+  Numbers new_tail, new_h, y;          // the same, and (B, D)
 };
 
-inline float dot(const float *a, const float *b, int64_t count) {
+template <class T> inline float dot(const T *a, const float *b, int64_t count) {
   Vec sum[2] = {};
   int64_t i = 0;
   for (; i + 2 * LANES <= count; i += 2 * LANES)
@@ -31,8 +31,12 @@ inline float dot(const float *a, const float *b, int64_t count) {
     i += LANES;
   }
   float rest = lane_sum(sum[0] + sum[1]);
-  for (; i < count; i++) rest += a[i] * b[i];
+  for (; i < count; i++) rest += widened(a[i]) * b[i];
   return rest;
+}
+
+inline float dot(const Numbers &a, int64_t at, const float *b, int64_t count) {
+  return a.half ? dot((const uint16_t *)a.data + at, b, count) : dot((const float *)a.data + at, b, count);
 }
 
 // log(1 + y) for y from 0 to 1: 2 artanh(s) with s = y / (2 + y), up to a third; the rest of the series is 2e-8 of it.
@@ -49,40 +53,42 @@ inline Vec softplus(Vec v) {
   return positive + log1p(exp2((v < 0.0f ? v : -v) * LOG2E));
 }
 
-inline void silu(const float *from, int64_t count, float *out, bool times) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    const int lanes = count - i < LANES ? int(count - i) : LANES;
-    const Vec v = some(from + i, lanes);
-    Vec s = v * sigmoid(v);
-    if (times) s *= some(out + i, lanes);
-    std::memcpy(out + i, &s, 4 * lanes);
-  }
+// Work on the channels from `d` on, at most LANES at a time.
+template <class Work> inline void over_channels(const Step &s, const Work &work) {
+  for (int64_t d = 0; d < s.width; d += LANES) work(d, s.width - d < LANES ? int(s.width - d) : LANES);
+}
+
+// u = silu(conv(x)), and the new tail.
+inline void step_conv(const Step &s, int64_t row, float *u) {
+  const int64_t W = s.reach, D = s.width, x = row * D, tail = row * (W - 1) * D;
+  over_channels(s, [&](int64_t d, int lanes) {
+    Vec z{};
+    for (int i = 0; i < lanes; i++) {
+      const int64_t taps = (d + i) * W;
+      float sum = (s.conv_bias ? s.conv_bias[d + i] : 0) + s.conv_weight[taps + W - 1] * s.x[x + d + i];
+      for (int64_t k = 0; k < W - 1; k++) sum += s.conv_weight[taps + k] * s.tail[tail + k * D + d + i];
+      z[i] = sum;
+    }
+    z *= sigmoid(z);
+    std::memcpy(u + d, &z, 4 * lanes);
+    for (int64_t k = 1; k < W; k++)
+      s.new_tail.store(tail + (k - 1) * D + d, lanes,
+                       k < W - 1 ? s.tail.load(tail + k * D + d, lanes) : s.x.load(x + d, lanes));
+  });
 }
 
 inline void step_sizes(const Step &s, const float *parts, float *dt) {
-  for (int64_t d = 0; d < s.width; d++) dt[d] = dot(s.dt_proj + d * s.rank, parts, s.rank) + s.dt_bias[d];
-  for (int64_t d = 0; d < s.width; d += LANES) {
-    const int lanes = s.width - d < LANES ? int(s.width - d) : LANES;
+  for (int64_t d = 0; d < s.width; d++) dt[d] = dot(s.dt_proj, d * s.rank, parts, s.rank) + s.dt_bias[d];
+  over_channels(s, [&](int64_t d, int lanes) {
     const Vec v = softplus(some(dt + d, lanes));
     std::memcpy(dt + d, &v, 4 * lanes);
-  }
+  });
 }
 
-inline void step_row(const Step &s, int64_t row, float *u, float *dt, float *parts) {
-  const int64_t W = s.reach, D = s.width, N = s.size;
-  const float *x = s.x + row * D, *tail = s.tail + row * (W - 1) * D;
-  float *new_tail = s.new_tail + row * (W - 1) * D, *y = s.y + row * D;
-  for (int64_t d = 0; d < D; d++) {
-    float sum = (s.conv_bias ? s.conv_bias[d] : 0) + s.conv_weight[d * W + W - 1] * x[d];
-    for (int64_t k = 0; k < W - 1; k++) sum += s.conv_weight[d * W + k] * tail[k * D + d];
-    u[d] = sum;
-  }
-  silu(u, D, u, false);
-  if (W > 1) {
-    std::memcpy(new_tail, tail + D, sizeof(float) * (W - 2) * D);
-    std::memcpy(new_tail + (W - 2) * D, x, sizeof(float) * D);
-  }
-  for (int64_t i = 0; i < s.rank + 2 * N; i++) parts[i] = dot(s.x_proj + i * D, u, D);
+inline void step_row(const Step &s, int64_t row, float *u, float *dt, float *y, float *parts) {
+  const int64_t D = s.width, N = s.size;
+  step_conv(s, row, u);
+  for (int64_t i = 0; i < s.rank + 2 * N; i++) parts[i] = dot(s.x_proj, i * D, u, D);
   const float *B = parts + s.rank, *C = B + N;
   step_sizes(s, parts, dt);
   for (int64_t d = 0; d < D; d++) {
@@ -90,22 +96,25 @@ inline void step_row(const Step &s, int64_t row, float *u, float *dt, float *par
     Vec sum{};
     for (int64_t n = 0; n < N; n += LANES) {
       const int lanes = N - n < LANES ? int(N - n) : LANES;
-      const Vec A = -exp2(some(s.A_log + d * N + n, lanes) * LOG2E);
-      const Vec h = exp2(A * (dt[d] * LOG2E)) * some(s.h + at + n, lanes) + some(B + n, lanes) * (dt[d] * u[d]);
-      lanes == LANES ? std::memcpy(s.new_h + at + n, &h, 4 * LANES) : std::memcpy(s.new_h + at + n, &h, 4 * lanes);
+      const Vec A = -exp2(s.A_log.load(d * N + n, lanes) * LOG2E);
+      const Vec h = some(B + n, lanes) * (dt[d] * u[d]) + exp2(A * (dt[d] * LOG2E)) * s.h.load(at + n, lanes);
+      s.new_h.store(at + n, lanes, h);
       sum += h * some(C + n, lanes);
     }
     y[d] = lane_sum(sum) + s.D[d] * u[d];
   }
-  silu(s.z + row * D, D, y, true);
+  over_channels(s, [&](int64_t d, int lanes) {
+    const Vec z = s.z.load(row * D + d, lanes);
+    s.y.store(row * D + d, lanes, z * sigmoid(z) * some(y + d, lanes));
+  });
 }
 
 }  // namespace phylon
 
 extern "C" void mamba_step(const phylon::Step *s) {
   using namespace phylon;
-  const size_t numbers = 2 * s->width + s->rank + 2 * s->size;
-  scratch.reserve(numbers / LANES + 1);
-  float *u = (float *)scratch.take(numbers / LANES + 1);
-  for (int64_t row = 0; row < s->batch; row++) step_row(*s, row, u, u + s->width, u + 2 * s->width);
+  const size_t vectors = (3 * s->width + s->rank + 2 * s->size) / LANES + 1;
+  scratch.reserve(vectors);
+  float *u = (float *)scratch.take(vectors), *dt = u + s->width, *y = dt + s->width;
+  for (int64_t row = 0; row < s->batch; row++) step_row(*s, row, u, dt, y, y + s->width);
 }

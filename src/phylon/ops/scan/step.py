@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from phylon.ops.products import as_given
+from phylon.ops.scan.chunked import step_into
 from phylon.ops.scan.native import LIBRARY
+
+_LOW = torch.bfloat16
+_HELD = (torch.float32, _LOW)
 
 
 @dataclass(kw_only=True)
@@ -38,6 +43,10 @@ class StepCall:
         given = (self.x, self.z, self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias)
         return (*given, self.A_log, self.D, self.tail, self.state, self.new_tail, self.new_state)
 
+    def learns(self) -> bool:
+        """Whether somebody may ask for a gradient."""
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self.tensors())
+
 
 class StepComposed:
     """The same from the ops it is made of. It supports everything."""
@@ -60,13 +69,18 @@ class StepComposed:
         d, B, C = F.linear(u, call.x_proj).split([len(call.x_proj) - 2 * size, size, size], -1)
         wide = torch.promote_types(u.dtype, torch.float32)
         dt = F.softplus(F.linear(d, call.dt_proj).to(wide) + call.dt_bias.to(wide))
-        A = -torch.exp(call.A_log.to(wide))
-        y, _ = selective_scan(u, dt, A, B, C, call.D, state=call.state, into=call.new_state)
+        if call.learns() or call.new_state.dtype != wide:
+            A = -torch.exp(call.A_log.to(wide))
+            y, _ = selective_scan(u, dt, A, B, C, call.D, state=call.state, into=call.new_state)
+        else:
+            A = call.new_state.copy_(call.A_log).exp_().neg_()
+            with as_given(u):
+                y = step_into(A, call.state, *(t.to(wide) for t in (u, dt, B, C, call.D))).to(u.dtype)
         return y * F.silu(call.z)
 
 
 class StepNative:
-    """One C++ call, fp32 throughout."""
+    """One C++ call, fp32 inside; inputs, parameters and tails may each be bf16. The output is all it makes."""
 
     name = "native"
 
@@ -75,12 +89,11 @@ class StepNative:
 
     def supports(self, call: StepCall) -> str | None:
         for t in call.tensors():
-            if t is None:
-                continue
-            if t.dtype is not torch.float32 or not t.is_cpu or not t.is_contiguous():
-                return "it takes contiguous float32 tensors on the CPU"
-        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in call.tensors())
-        if learns or torch.compiler.is_compiling():
+            if t is not None and (t.dtype not in _HELD or not t.is_cpu or not t.is_contiguous()):
+                return "it takes contiguous float32 and bfloat16 tensors on the CPU"
+        if call.state.dtype is not torch.float32 or call.new_state.dtype is not torch.float32:
+            return "it keeps the state in float32"
+        if call.learns() or torch.compiler.is_compiling():
             return "no backward pass, nothing for torch.compile"
         return None
 
@@ -95,17 +108,23 @@ class StepNative:
             *(width * size, width, tails, states, tails, states),
         )
         tensors = call.tensors()
-        # A dozen pointers a block and token: that they are dense fp32 on the CPU, ``supports`` has seen.
+        # A dozen pointers a block and token: that they are dense on the CPU, ``supports`` has seen.
         if any(t is not None and t.numel() != n for t, n in zip(tensors, numbers, strict=True)):
             raise AssertionError(f"a step takes tensors of {numbers} numbers")
-        pointers = [None if t is None else t.data_ptr() for t in tensors]
-        LIBRARY.mamba_step(byref(_Step(*sizes, *pointers, y.data_ptr())))
+        views = (view for t in (*tensors, y) for view in ((None, 0) if t is None else (t.data_ptr(), t.dtype is _LOW)))
+        LIBRARY.mamba_step(byref(_Step(*sizes, *views)))
         return y
 
 
 class _Step(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("batch", "width", "size", "rank", "reach")),
-        *((name, c_void_p) for name in ("x", "z", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias")),
-        *((name, c_void_p) for name in ("A_log", "D", "tail", "h", "new_tail", "new_h", "y")),
+        *(
+            (f"{name}{part}", kind)
+            for name in (
+                *("x", "z", "conv_weight", "conv_bias", "x_proj", "dt_proj", "dt_bias"),
+                *("A_log", "D", "tail", "h", "new_tail", "new_h", "y"),
+            )
+            for part, kind in (("", c_void_p), ("_half", c_int64))
+        ),
     )

@@ -1,7 +1,9 @@
 """The selective scan in Triton for GPUs: the state stays on the chip, the backward pass recomputes it chunk by chunk.
 
-Mamba (arXiv:2312.00752), section 3.3. No T x D x N tensor: the first state of every chunk is kept, and the states of
-one chunk while its gradients are computed. All sums are in one order. On CPUs only Triton's interpreter runs it.
+Mamba (arXiv:2312.00752), section 3.3. No T x D x N tensor: the first state of every chunk is kept, and a chunk has at
+least N steps, so that they are B T D numbers at most, as many as ``x`` has. Besides there are the states of one chunk
+while its gradients are computed, and the gradients of B and C by blocks of channels for some chunks at a time. All sums
+are in one order. On CPUs only Triton's interpreter runs it.
 """
 
 from importlib import import_module
@@ -15,6 +17,8 @@ from phylon.ops.scan.call import ScanCall, cleared, kept, wide
 from phylon.ops.triton import interpreted, unavailable
 
 _CHUNK = 64
+_PART = 16
+"""Chunks of one launch of the backward pass."""
 _NUMBERS = 512
 """Of the state, in one program: one warp holds 16 a thread."""
 _LARGEST = 256
@@ -56,10 +60,10 @@ class _Scan(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, h: Tensor, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        starts = x.new_empty(len(x), -(-x.shape[1] // _CHUNK), *A.shape)
+        grid, options = _launch(x, A, keep)
+        starts = x.new_empty(len(x), -(-x.shape[1] // options["CHUNK"]), *A.shape)
         starts[:, 0] = h
         y, last = torch.empty_like(x), torch.empty_like(h, memory_format=torch.contiguous_format)
-        grid, options = _launch(x, A, keep)
         with torch.cuda.device_of(x):
             _kernels().forward[grid](x=x, dt=dt, a=A, b=B, c=C, d=D, starts=starts, y=y, last=last, **options)
         ctx.save_for_backward(x, dt, A, B, C, D, keep, starts)
@@ -71,16 +75,24 @@ class _Scan(torch.autograd.Function):
         x, dt, A, B, C, D, keep, starts = ctx.saved_tensors
         (rows, tokens, _), (grid, options) = x.shape, _launch(x, A, keep)
         d_x, d_dt = torch.empty_like(x), torch.empty_like(x)
-        d_a, d_first = (x.new_empty(rows, *A.shape) for _ in range(2))
-        d_b, d_c = (x.new_empty(grid[0] // rows, rows, tokens, A.shape[1]) for _ in range(2))
-        d_d, states = x.new_empty(rows, len(D)), x.new_empty(rows, _CHUNK, *A.shape)
-        inputs = {"x": x, "dt": dt, "a": A, "b": B, "c": C, "d": D, "starts": starts}
-        gradients = {"d_x": d_x, "d_dt": d_dt, "d_a": d_a, "d_b": d_b, "d_c": d_c, "d_d": d_d, "d_first": d_first}
+        d_a, d_h = x.new_zeros(rows, *A.shape), d_last.clone(memory_format=torch.contiguous_format)
+        d_b, d_c, d_d = torch.empty_like(B), torch.empty_like(C), x.new_zeros(rows, len(D))
+        length, chunks = options["CHUNK"], starts.shape[1]
+        part = min(_PART, chunks) * length
+        by_block = tuple(x.new_empty(grid[0] // rows, rows, part, A.shape[1]) for _ in range(2))
+        states = x.new_empty(rows, length, *A.shape)
+        inputs = {"x": x, "dt": dt, "a": A, "b": B, "c": C, "d": D, "starts": starts, "d_y": d_y.contiguous()}
+        gradients = {"d_x": d_x, "d_dt": d_dt, "d_a": d_a, "d_b": by_block[0], "d_c": by_block[1], "d_d": d_d}
         with torch.cuda.device_of(x):
-            _kernels().backward[grid](
-                **inputs, **gradients, **options, d_y=d_y.contiguous(), d_last=d_last.contiguous(), states=states
-            )
-        return d_x, d_dt, d_a.sum(0), d_b.sum(0), d_c.sum(0), d_d.sum(0), d_first, None
+            for first in reversed(range(0, chunks, _PART)):
+                last = min(first + _PART, chunks)
+                _kernels().backward[grid](
+                    **inputs, **gradients, **options, d_h=d_h, states=states, part=part, first=first, last=last
+                )
+                now = slice(first * length, min(last * length, tokens))
+                for whole, made in zip((d_b, d_c), by_block, strict=True):
+                    torch.sum(made[:, :, : now.stop - now.start], 0, out=whole[:, now])
+        return d_x, d_dt, d_a.sum(0), d_b, d_c, d_d.sum(0), d_h, None
 
 
 def _launch(x: Tensor, A: Tensor, keep: Tensor | None) -> tuple[tuple[int], dict[str, Any]]:
@@ -93,7 +105,7 @@ def _launch(x: Tensor, A: Tensor, keep: Tensor | None) -> tuple[tuple[int], dict
         "n_tokens": x.shape[1],
         "width": width,
         "size": size,
-        "CHUNK": _CHUNK,
+        "CHUNK": max(_CHUNK, states),
         "CHANNELS": channels,
         "STATES": states,
         "KEEP": keep is not None,

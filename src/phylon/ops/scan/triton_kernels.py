@@ -73,7 +73,7 @@ def forward(
     tl.store(last + row * width * size + place, h, mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "last"])
 def backward(
     x,
     dt,
@@ -84,7 +84,7 @@ def backward(
     keep,
     starts,
     d_y,
-    d_last,
+    d_h,
     states,
     d_x,
     d_dt,
@@ -92,7 +92,9 @@ def backward(
     d_b,
     d_c,
     d_d,
-    d_first,
+    part,
+    first,
+    last,
     n_tokens,
     width,
     size,
@@ -101,8 +103,10 @@ def backward(
     STATES: tl.constexpr,
     KEEP: tl.constexpr,
 ):
-    """``d_a`` (B, D, N) and ``d_d`` (B, D) by row, ``d_b`` and ``d_c`` (blocks, B, T, N) by block of channels.
+    """The chunks from ``first`` to before ``last``; of the state after them ``d_h`` (B, D, N), and then of that before.
 
+    ``d_a`` (B, D, N) and ``d_d`` (B, D) by row are added to; ``d_b`` and ``d_c`` (blocks, B, part, N) by block of
+    channels hold at most ``part`` tokens, those of these chunks.
     ``states`` (B, CHUNK, D, N) is the memory of one chunk: the state before each of its steps.
     """
     blocks, chunks = (width + CHANNELS - 1) // CHANNELS, (n_tokens + CHUNK - 1) // CHUNK
@@ -115,11 +119,11 @@ def backward(
     rate = tl.load(a + place, mask=both, other=0.0)
     skip = tl.load(d + channels, mask=real, other=0.0)
     own = states + row * CHUNK * width * size + place
-    d_h = tl.load(d_last + row * width * size + place, mask=both, other=0.0)
-    d_rate = tl.zeros((CHANNELS, STATES), tl.float32)
-    d_skip = tl.zeros((CHANNELS,), tl.float32)
-    for back in range(chunks):
-        chunk = chunks - 1 - back
+    d_state = tl.load(d_h + row * width * size + place, mask=both, other=0.0)
+    d_rate = tl.load(d_a + row * width * size + place, mask=both, other=0.0)
+    d_skip = tl.load(d_d + row * width + channels, mask=real, other=0.0)
+    for back in range(last - first):
+        chunk = last - 1 - back
         begin = chunk * CHUNK
         end = tl.minimum(begin + CHUNK, n_tokens)
         h = tl.load(starts + (row * chunks + chunk) * width * size + place, mask=both, other=0.0)
@@ -142,19 +146,19 @@ def backward(
             before = tl.load(own + (t - begin) * width * size, mask=both, other=0.0)
             decay = tl.exp(dt_t[:, None] * rate)
             after = decay * before + (dt_t * x_t)[:, None] * b_t[None, :]
-            d_h += g_t[:, None] * c_t[None, :]
-            mixed = (block * n_rows + row) * n_tokens + t
+            d_state += g_t[:, None] * c_t[None, :]
+            mixed = (block * n_rows + row) * part + t - first * CHUNK
             tl.store(d_c + mixed * size + n, tl.sum(g_t[:, None] * after, 0), mask=state)
-            tl.store(d_b + mixed * size + n, tl.sum(d_h * (dt_t * x_t)[:, None], 0), mask=state)
-            d_input = tl.sum(d_h * b_t[None, :], 1)
-            d_decay = d_h * before * decay
+            tl.store(d_b + mixed * size + n, tl.sum(d_state * (dt_t * x_t)[:, None], 0), mask=state)
+            d_input = tl.sum(d_state * b_t[None, :], 1)
+            d_decay = d_state * before * decay
             d_rate += d_decay * dt_t[:, None]
             d_skip += g_t * x_t
             at = token * width + channels
             tl.store(d_x + at, d_input * dt_t + g_t * skip, mask=real)
             tl.store(d_dt + at, d_input * x_t + tl.sum(d_decay * rate, 1), mask=real)
-            d_h = _kept(d_h * decay, factor, KEEP)
+            d_state = _kept(d_state * decay, factor, KEEP)
         tl.debug_barrier()
     tl.store(d_a + row * width * size + place, d_rate, mask=both)
     tl.store(d_d + row * width + channels, d_skip, mask=real)
-    tl.store(d_first + row * width * size + place, d_h, mask=both)
+    tl.store(d_h + row * width * size + place, d_state, mask=both)

@@ -63,6 +63,8 @@ inline float widened(uint16_t bits) {
   return value;
 }
 
+inline float widened(float value) { return value; }
+
 inline uint16_t rounded(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -70,28 +72,36 @@ inline uint16_t rounded(float value) {
   return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline void load_row(const Tensor &t, int64_t row, int64_t step, int64_t first, int count, float *out) {
-  const int64_t at = row * t.row + step * t.step + first;
-  if (t.half) {
-    const uint16_t *in = (const uint16_t *)t.data + at;
+inline Vec read(const float *from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline Vec read(const uint16_t *from) {
+  Half bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return (Vec)(__builtin_convertvector(bits, Int) << 16);
+}
+
+inline void load(const void *data, bool half, int64_t at, int count, float *out) {
+  if (half) {
+    const uint16_t *in = (const uint16_t *)data + at;
     if (count == LANES) {
-      Half bits;
-      std::memcpy(&bits, in, sizeof bits);
-      const Int wide = __builtin_convertvector(bits, Int) << 16;
+      const Vec wide = read(in);
       std::memcpy(out, &wide, sizeof wide);
     } else {
       for (int i = 0; i < count; i++) out[i] = widened(in[i]);
     }
   } else {
-    const float *in = (const float *)t.data + at;
+    const float *in = (const float *)data + at;
     count == LANES ? std::memcpy(out, in, 4 * LANES) : std::memcpy(out, in, 4 * count);
   }
 }
 
-inline void store_row(const Tensor &t, int64_t row, int64_t step, int64_t first, int count, const float *in) {
-  const int64_t at = row * t.row + step * t.step + first;
-  if (t.half) {
-    uint16_t *out = (uint16_t *)t.data + at;
+inline void store(void *data, bool half, int64_t at, int count, const float *in) {
+  if (half) {
+    uint16_t *out = (uint16_t *)data + at;
     if (count == LANES) {
       const Int bits = *(const Int *)in, nan = *(const Vec *)in != *(const Vec *)in;
       const Int near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -101,10 +111,34 @@ inline void store_row(const Tensor &t, int64_t row, int64_t step, int64_t first,
       for (int i = 0; i < count; i++) out[i] = rounded(in[i]);
     }
   } else {
-    float *out = (float *)t.data + at;
+    float *out = (float *)data + at;
     count == LANES ? std::memcpy(out, in, 4 * LANES) : std::memcpy(out, in, 4 * count);
   }
 }
+
+inline void load_row(const Tensor &t, int64_t row, int64_t step, int64_t first, int count, float *out) {
+  load(t.data, t.half, row * t.row + step * t.step + first, count, out);
+}
+
+inline void store_row(const Tensor &t, int64_t row, int64_t step, int64_t first, int count, const float *in) {
+  store(t.data, t.half, row * t.row + step * t.step + first, count, in);
+}
+
+// Dense numbers of fp32 or bf16.
+struct Numbers {
+  void *data;
+  int64_t half;
+  explicit operator bool() const { return data; }
+  float operator[](int64_t i) const {
+    return half ? widened(((const uint16_t *)data)[i]) : ((const float *)data)[i];
+  }
+  Vec load(int64_t at, int count) const {
+    Vec out{};
+    phylon::load(data, half, at, count, (float *)&out);
+    return out;
+  }
+  void store(int64_t at, int count, Vec value) const { phylon::store(data, half, at, count, (const float *)&value); }
+};
 
 // Memory of a thread that calls keep for later ones.
 struct Scratch {
