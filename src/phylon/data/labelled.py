@@ -173,7 +173,8 @@ def check_head(
         places.setdefault(_name(label), []).append(where)
     if places:
         rarest = min(places, key=lambda name: len(places[name]))
-        slip = f", or name the right ones in {place} ({rarest!r} is the rarest: {len(places[rarest])}, {places[rarest][0]})"
+        found = places[rarest]
+        slip = f", or name the right ones in {place} ({rarest!r} is the rarest: {len(found)}, {found[0]})"
     raise UserError(
         f"the data have {len(names)} classes ({shown}) and the head '{head}' {n_classes}: "
         f"set its n_classes to {len(names)}{slip}"

@@ -148,8 +148,9 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
 
     ``text``, ``pair`` and ``label`` name the fields of a record, ``weight`` one with what it counts; ``classes`` the
     classes in order. Left out, they are the labels there are, by name; labels that are whole numbers are the numbers of
-    the classes, from 0, and where all of these are there, another label is a mistake of its record. Texts are cut to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports
-    ``accuracy`` and ``f1`` (of class 1 of two, else the mean over the classes).
+    the classes, from 0, and where all of these are there, another label is a mistake of its record. Texts are cut to
+    ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports ``accuracy`` and ``f1`` (of class 1 of
+    two, else the mean over the classes).
     """
 
     text: str = "text"

@@ -43,10 +43,10 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
 
     Records have the fields ``input`` and ``target``, and ``task`` where there are several (the source ``mixture`` makes
     such ones, with a prefix of each task); ``weight`` names one with what a record counts. Tasks are mixed in
-    proportion to their numbers of examples, each counted up to ``cap`` (K; a task's own comes first), the shares raised to 1/``temperature`` (T).
-    Inputs longer than ``data.seq_len`` tokens and targets longer than ``target_len`` are cut, as in the paper's code.
-    ``exact``: the share of held-out targets of which every token is the likeliest one. A batch holds ``source``,
-    ``source_segments`` (B, S), ``tokens``, ``segments``, ``targets`` (B, T).
+    proportion to their numbers of examples, each counted up to ``cap`` (K; a task's own comes first), the shares raised
+    to 1/``temperature`` (T). Inputs longer than ``data.seq_len`` tokens and targets longer than ``target_len`` are cut,
+    as in the paper's code. ``exact``: the share of held-out targets of which every token is the likeliest one. A batch
+    holds ``source``, ``source_segments`` (B, S), ``tokens``, ``segments``, ``targets`` (B, T).
     """
 
     input: str = "input"
