@@ -4,6 +4,7 @@
     PYTHONPATH=src python benchmarks/mamba/run.py train --seq-len 1024 --against transformers --pairs 1
     PYTHONPATH=src python benchmarks/mamba/run.py length | memory | profile
     PYTHONPATH=src python benchmarks/mamba/run.py decode --against transformers
+    PYTHONPATH=src python benchmarks/mamba/run.py ssd --seq-len 1024 --heads 8 --threads 1
 
 ``--peers DIR`` names the site-packages of an environment that has the peer, where this one has not.
 """
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,33 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     return {"seq_len": n, "peak_mib": peak.mib, "output_and_gradients_mib": kept, "all_states_mib": states}
 
 
+def ssd(args: argparse.Namespace) -> dict[str, Any]:
+    """Mamba-2's scan, P = 64, N = 128, one group: the kernel and the PyTorch form in turn, f32 and bf16."""
+    n, heads, found = args.seq_len, args.heads, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = {"x": (heads, 64), "B": (1, 128), "C": (1, 128)}
+        given = {name: torch.randn(args.batch, n, *s).to(dtype).requires_grad_() for name, s in shapes.items()}
+        given["dt"] = F.softplus(torch.randn(args.batch, n, heads) - 3).requires_grad_()
+        given |= {"A": (-16 * torch.rand(heads)).requires_grad_(), "D": torch.ones(heads, requires_grad=True)}
+        g = torch.randn(args.batch, n, heads, 64).to(dtype)
+        forward = torch.no_grad()(partial(scan.ssd_scan, **given))
+        state = torch.randn(args.batch, heads, 64, 128)
+        one = {name: t[:, :1].detach() if t.ndim > 1 else t for name, t in given.items()}
+        step = torch.no_grad()(partial(scan.ssd_scan, **one, state=state, into=torch.empty_like(state)))
+
+        def both(backend: str, given: dict[str, torch.Tensor] = given, g: torch.Tensor = g) -> None:
+            y, _ = scan.ssd_scan(**given, backend=backend)
+            torch.autograd.grad(y, list(given.values()), g)
+
+        for kind, call in {"forward": forward, "forward_backward": both, "step": step}.items():
+            calls = {name: partial(call, backend=name) for name in ("native", "chunked")}
+            seconds = pairs(calls, args.pairs * (20 if kind == "step" else 1), warm=2)
+            row = {name: spread(s) for name, s in seconds.items()}
+            ratio = statistics.median(a / b for a, b in zip(seconds["chunked"], seconds["native"], strict=True))
+            found[f"{kind}_{str(dtype).removeprefix('torch.')}"] = row | {"over_chunked": ratio}
+    return {"batch": args.batch, "seq_len": n, "heads": heads} | found
+
+
 def decode(args: argparse.Namespace) -> dict[str, Any]:
     model, n = ours().eval(), 128
     prompt = torch.randint(0, V, (1, 32))
@@ -210,9 +239,10 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["train", "length", "memory", "decode", "profile"])
+    parser.add_argument("what", choices=["train", "length", "memory", "decode", "ssd", "profile"])
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--heads", type=int, default=8, help="of Mamba-2's scan")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--against", choices=sorted(PEERS))
     parser.add_argument("--peers", help="site-packages of the peers' environment")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phylon.ops import scan
-from phylon.ops.scan import causal_conv, selective_scan, ssd, ssd_scan
+from phylon.ops.scan import causal_conv, selective_scan, ssd_scan
+from phylon.ops.scan.ssd import chunked as ssd
 
 BATCH, LENGTH = 2, 40
 STARTS = ([0, 1, 19, 33], [0, 24, 25])

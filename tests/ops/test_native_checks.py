@@ -19,9 +19,11 @@ from phylon.ops.rows import check as rows_check
 from phylon.ops.rows import native as rows
 from phylon.ops.scan import check as scan_check
 from phylon.ops.scan import native as scan
+from phylon.ops.scan.ssd import check as ssd_check
+from phylon.ops.scan.ssd import native as ssd
 
 native = pytest.mark.skipif(
-    any(library.reason() is not None for library in (rows.LIBRARY, scan.LIBRARY, attention.LIBRARY)),
+    any(library.reason() is not None for library in (rows.LIBRARY, scan.LIBRARY, ssd.LIBRARY, attention.LIBRARY)),
     reason="not all libraries are there",
 )
 LOW = (0, 1)
@@ -91,6 +93,9 @@ KERNELS: dict[str, Kernel] = {
     "scan_starts": Kernel(lambda *a: 0, (0,), lambda *a: {}),
     "scan_forward": Kernel(half_of("x"), LOW, lambda *a: {"y": a[1]._obj.data, "h": a[2]}),
     "scan_backward": Kernel(half_of("x"), LOW, fields(1, "x", "dt", "B", "C", "A", "D", "h0")),
+    "ssd_starts": Kernel(lambda *a: 0, (0,), lambda *a: {}),
+    "ssd_forward": Kernel(half_of("x"), LOW, lambda *a: {"y": a[1]._obj.data, "h": a[2]}),
+    "ssd_backward": Kernel(half_of("x"), LOW, fields(1, "x", "dt", "B", "C", "A", "D", "h0")),
     "conv_forward": Kernel(half_of("x"), LOW, lambda *a: {"y": a[1]._obj.data, "last": a[2]._obj.data}),
     "conv_backward": Kernel(half_of("x"), LOW, fields(1, "x", "tail", "weight", "bias")),
     "mamba_step": Kernel(lambda s: s._obj.x_half, LOW, fields(0, "y", "new_tail", "new_h")),
@@ -107,11 +112,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[[Library, str], None]:
 
     def only(library: Library, name: str) -> None:
         monkeypatch.setattr(library, "functions", {name: library.functions[name]})
-        for table in (rows_check.CHECKS, scan_check.CHECKS):
-            if name in table:
-                monkeypatch.setattr(
-                    rows_check if table is rows_check.CHECKS else scan_check, "CHECKS", {name: table[name]}
-                )
+        for table in (rows_check, scan_check, ssd_check):
+            if name in table.CHECKS:
+                monkeypatch.setattr(table, "CHECKS", {name: table.CHECKS[name]})
 
     return only
 
@@ -126,6 +129,7 @@ def test_every_kernel_is_known_here() -> None:
     assert {name for _, name in ALL} == KERNELS.keys()
     assert rows_check.CHECKS.keys() == rows.LIBRARY.functions.keys()
     assert scan_check.CHECKS.keys() == scan.LIBRARY.functions.keys()
+    assert ssd_check.CHECKS.keys() == ssd.LIBRARY.functions.keys()
 
 
 @native
@@ -147,7 +151,7 @@ PLANTED = [
     pytest.param(library, name, way, id=f"{name}-{way}", marks=[pytest.mark.slow] * (way in KINDS[4:]))
     for library, name in ALL
     for way in KERNELS[name].ways
-    if library is not attention.LIBRARY and name != "scan_starts"
+    if library is not attention.LIBRARY and name not in ("scan_starts", "ssd_starts")
 ]
 
 
@@ -216,7 +220,7 @@ def test_a_wrong_result_of_attention_is_found(name: str, way: int, monkeypatch: 
 
 @native
 def test_a_kernel_without_a_check_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in (rows.LIBRARY, scan.LIBRARY):
+    for library in (rows.LIBRARY, scan.LIBRARY, ssd.LIBRARY):
         monkeypatch.setattr(library, "functions", library.functions | {"a_new_one": []})
         assert library.check() == "nothing checks a_new_one"
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phylon.ops import scan
-from phylon.ops.scan import causal_conv, chunked, selective_scan, ssd, ssd_scan
+from phylon.ops.scan import causal_conv, chunked, selective_scan, ssd_scan
+from phylon.ops.scan.ssd import chunked as ssd
 from phylon.spec import UserError
 
 SIZES = [1, 7, 63, 100]

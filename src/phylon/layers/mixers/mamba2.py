@@ -22,7 +22,7 @@ from phylon.layers.state import RecurrentState, State, boundaries
 from phylon.ops.activation import check_activation
 from phylon.ops.norm import rms_norm
 from phylon.ops.scan import ssd_scan
-from phylon.ops.scan.ssd import CHUNK
+from phylon.ops.scan.ssd.chunked import CHUNK
 from phylon.spec.base import Mechanism, Mixer
 from phylon.spec.errors import UserError, check_finite
 from phylon.spec.registry import register

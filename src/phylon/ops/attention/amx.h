@@ -6,7 +6,7 @@
 // B[2k + 1][n] in its upper one. Everything is padded to whole registers, so that one configuration does for all.
 #pragma once
 
-#include "tile.h"
+#include "../native/tile.h"
 
 #if !defined(PHYLON_AMX_EMULATED)
 #include <immintrin.h>

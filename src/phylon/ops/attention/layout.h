@@ -1,12 +1,18 @@
 // What a call hands over, and which tiles of its scores are computed.
+//
+// A tile of scores is kept transposed, keys in rows and the queries of the tile in the lanes of vectors: the softmax
+// then runs down the rows without a single shuffle, and each of the seven products reads its operands as they lie in
+// memory.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "tile.h"
+#include "../native/tile.h"
 
 namespace {
+
+constexpr int64_t TILE = 64;  // queries and keys of a tile
 
 // A (batch, token, head, width) view whose last stride is 1; strides in elements.
 struct View {

@@ -1,5 +1,5 @@
-// Attention on CPUs: the C interface. Everything is described in tile.h (arithmetic), layout.h (what a call is), scores.h,
-// widened.h and paired.h (products in f32, and in bf16 on AMX), forward.h and backward.h.
+// Attention on CPUs: the C interface. Everything is described in ../native/tile.h (arithmetic), layout.h (what a call
+// is), scores.h, widened.h and paired.h (products in f32, and in bf16 on AMX), forward.h and backward.h.
 //
 // PHYLON_AMX compiles the products in bf16 for AMX, PHYLON_AMX_EMULATED for any processor.
 #include "backward.h"

@@ -272,10 +272,9 @@ _NAMES = (
     "amx.h",
     "scores.h",
     "layout.h",
-    "tile.h",
     "native_check.py",
 )
-_SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
+_SOURCES = [*(Path(__file__).with_name(name) for name in _NAMES), Path(__file__).parents[1] / "native" / "tile.h"]
 _CALL = [ctypes.c_char_p, ctypes.c_int64]
 _FUNCTIONS: dict[str, Sequence[Any]] = dict.fromkeys(
     ("attention_forward", "attention_backward", "attention_few"), _CALL

@@ -48,7 +48,7 @@ class Form:
 
 class Library:
     """``sources`` are the C++ files and the check's: the first is compiled and may include the others, and what passed
-    another check is made again. All lie beside ``module``.
+    another check is made again.
 
     ``check`` runs the kernels against the reference and returns ``None``, or what is wrong. ``functions`` gives the C
     argument types by function name; every function returns nothing, unless ``returns`` names a type. Of the ``forms``

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phylon.ops.native import Library
 from phylon.ops.scan.call import Breaks, ConvCall, ScanCall
 from phylon.ops.scan.native import LIBRARY, ConvNative, ScanNative
 from phylon.ops.scan.reference import ConvReference, ScanReference
@@ -25,10 +26,15 @@ Found = Iterator[tuple[str, Tensor, Tensor]]
 
 def check() -> str | None:
     """``None``, or which kernel is wrong, or not known here."""
-    unknown = LIBRARY.functions.keys() - CHECKS.keys()
+    return checked(LIBRARY, CHECKS)
+
+
+def checked(library: Library, checks: dict[str, Callable[[Draw], Found]]) -> str | None:
+    """The same of any library and its table."""
+    unknown = library.functions.keys() - checks.keys()
     if unknown:
         return f"nothing checks {min(unknown)}"
-    for check_one, dtype in product(dict.fromkeys(CHECKS.values()), _LIMITS):
+    for check_one, dtype in product(dict.fromkeys(checks.values()), _LIMITS):
         draw = partial(_draw, torch.Generator().manual_seed(0), dtype)
         for what, got, wanted in check_one(draw):
             error = float((got.double() - wanted).abs().max() / wanted.abs().max())
@@ -47,17 +53,17 @@ def _scans(draw: Draw) -> Found:
         inputs = {"x": draw(2, length, width), "B": draw(2, length, size), "C": draw(2, length, size)}
         inputs |= {"dt": torch.nn.functional.softplus(draw(2, length, width)), "D": draw(width)}
         inputs |= {"A": -torch.exp(draw(width, size)), "state": draw(2, width, size).float()}
-        made = partial(ScanCall, breaks=_breaks(length))
-        yield from _both_ways("a scan", ScanNative(), ScanReference(), made, inputs)
+        made = partial(ScanCall, breaks=broken(length))
+        yield from both_ways("a scan", ScanNative(), ScanReference(), made, inputs)
 
 
 def _convolutions(draw: Draw) -> Found:
     length, width, reach = 20, 37, 4
     inputs = {"x": draw(2, length, width), "weight": draw(width, reach), "bias": draw(width)}
     inputs |= {"tail": draw(2, reach - 1, width)}
-    for activation, breaks in ((None, _breaks(length)), ("silu", _breaks(length)), ("silu", Breaks())):
+    for activation, breaks in ((None, broken(length)), ("silu", broken(length)), ("silu", Breaks())):
         made = partial(ConvCall, breaks=breaks, activation=activation)
-        yield from _both_ways("a convolution", ConvNative(), ConvReference(), made, inputs)
+        yield from both_ways("a convolution", ConvNative(), ConvReference(), made, inputs)
 
 
 def _steps(draw: Draw) -> Found:
@@ -78,13 +84,13 @@ def _steps(draw: Draw) -> Found:
         yield f"{name} of a step", got, wanted
 
 
-def _breaks(length: int) -> Breaks:
+def broken(length: int) -> Breaks:
     """Documents and padding."""
     resets, real = torch.rand(2, 2, length, generator=torch.Generator().manual_seed(1)) > 0.2
     return Breaks(resets=~resets & real, real=real)
 
 
-def _both_ways(of: str, kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict[str, Tensor]) -> Found:
+def both_ways(of: str, kernel: Any, reference: Any, make: Callable[..., Any], inputs: dict[str, Tensor]) -> Found:
     """Outputs and gradients, the latter of a quadratic function of the outputs as the kernel makes them."""
     found, grads = [], []
     for backend, dtype in ((kernel, None), (reference, torch.float64)):

@@ -11,7 +11,7 @@ from torch import Tensor
 from phylon.ops.activation import ACTIVATIONS
 from phylon.ops.backward import once
 from phylon.ops.native import Library, pointer, strided
-from phylon.ops.scan.call import ConvCall, ScanCall
+from phylon.ops.scan.call import ConvCall, ScanCall, SSDCall
 
 _HELD = (torch.float32, torch.bfloat16)
 
@@ -82,16 +82,16 @@ class ScanNative:
         return LIBRARY.reason()
 
     def supports(self, call: ScanCall) -> str | None:
-        return _refusal((call.x, call.dt, call.B, call.C), (call.A, call.D, call.state))
+        return refusal_of((call.x, call.dt, call.B, call.C), (call.A, call.D, call.state))
 
     def run(self, call: ScanCall) -> tuple[Tensor, Tensor]:
-        x, dt, B, C = (_rows(t) for t in (call.x, call.dt, call.B, call.C))
-        A, D, h = _held(call.A).contiguous(), _held(call.D).contiguous(), _wide(call.state)
-        breaks = _masks(call)
+        x, dt, B, C = (dense_rows(t) for t in (call.x, call.dt, call.B, call.C))
+        A, D, h = _held(call.A).contiguous(), _held(call.D).contiguous(), in_fp32(call.state)
+        breaks = masks_of(call)
         tensors = (x, dt, A, B, C, D, h)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _NativeScan.apply(*tensors, *breaks)
-        y, last = torch.empty(x.shape, dtype=x.dtype), _target(call.into, h)
+        y, last = torch.empty(x.shape, dtype=x.dtype), target_of(call.into, h)
         last = torch.empty(len(x), *A.shape) if last is None else last
         described = _scan(*tensors, *breaks)
         LIBRARY.scan_forward(byref(described), byref(_Strided.of(y, x.shape)), pointer(last, len(x) * A.numel()), None)
@@ -108,12 +108,12 @@ class ConvNative:
 
     def supports(self, call: ConvCall) -> str | None:
         tail = () if call.tail is None else (call.tail,)
-        return _refusal((call.x, *tail), (call.weight, call.bias))
+        return refusal_of((call.x, *tail), (call.weight, call.bias))
 
     def run(self, call: ConvCall) -> tuple[Tensor, Tensor]:
-        x, tail = _rows(call.x), None if call.tail is None else _rows(call.tail)
+        x, tail = dense_rows(call.x), None if call.tail is None else dense_rows(call.tail)
         weight, bias = _held(call.weight), None if call.bias is None else _held(call.bias).contiguous()
-        breaks = _masks(call)
+        breaks = masks_of(call)
         silu = call.activation == "silu"
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, tail, weight, bias)):
             y, last = _NativeConv.apply(x, weight, bias, tail, silu, *breaks)
@@ -126,18 +126,18 @@ class ConvNative:
         return y if call.activation is None or silu else ACTIVATIONS[call.activation](y), last
 
 
-def _masks(call: ScanCall | ConvCall) -> tuple[Tensor | None, Tensor | None]:
+def masks_of(call: ScanCall | SSDCall | ConvCall) -> tuple[Tensor | None, Tensor | None]:
     resets, real = call.breaks.resets, call.breaks.real
     return None if resets is None else resets.contiguous(), None if real is None else real.contiguous()
 
 
-def _target(into: Tensor | None, state: Tensor | None) -> Tensor | None:
+def target_of(into: Tensor | None, state: Tensor | None) -> Tensor | None:
     """``into`` if the kernel can write the last state there."""
     usable = into is not None and into is not state and into.dtype is torch.float32 and into.is_contiguous()
     return into if usable else None
 
 
-def _refusal(held: tuple[Tensor, ...], wide: tuple[Tensor | None, ...]) -> str | None:
+def refusal_of(held: tuple[Tensor, ...], wide: tuple[Tensor | None, ...]) -> str | None:
     """Why the kernels cannot take inputs ``held`` in their own dtype, and parameters and a state ``wide`` in fp32."""
     for tensor in held:
         if tensor.device.type != "cpu":
@@ -153,7 +153,7 @@ def _refusal(held: tuple[Tensor, ...], wide: tuple[Tensor | None, ...]) -> str |
     return None
 
 
-def _rows(tensor: Tensor) -> Tensor:
+def dense_rows(tensor: Tensor) -> Tensor:
     """``tensor`` with its last dimension contiguous; slices of a wider one are left where they are."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
@@ -167,7 +167,7 @@ def _tails(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return len(x), weight.shape[1] - 1, x.shape[2]
 
 
-def _wide(tensor: Tensor | None) -> Tensor | None:
+def in_fp32(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.float().contiguous()
 
 
@@ -199,7 +199,7 @@ class _NativeScan(torch.autograd.Function):
     @once("scan backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, dt, A, B, C, D, h, resets, real, starts = ctx.saved_tensors
-        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
+        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
         grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
         grad_B, grad_C = (torch.empty(t.shape) for t in (B, C))
@@ -265,8 +265,8 @@ class _NativeConv(torch.autograd.Function):
     @once("conv backend 'native'")
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight, bias, tail, resets, real = ctx.saved_tensors
-        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else _rows(grad_outputs[0])
-        grad_last = None if grad_outputs[1] is None else _rows(grad_outputs[1])
+        grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
+        grad_last = None if grad_outputs[1] is None else dense_rows(grad_outputs[1])
         grad_x = torch.empty(x.shape, dtype=x.dtype)
         grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype)
         grad_weight, grad_bias = (torch.empty(len(x), *shape) for shape in (weight.mT.shape, weight.shape[:1]))

@@ -1,8 +1,4 @@
-// Vectors of the machine's own width, and the loops over tiles that everything else is made of.
-//
-// A tile of scores is kept transposed, keys in rows and the queries of the tile in the lanes of vectors: the softmax
-// then runs down the rows without a single shuffle, and each of the seven products reads its operands as they lie in
-// memory.
+// Vectors of the machine's own width, and the loops over tiles that products of small matrices are made of.
 #pragma once
 
 #include <cmath>
@@ -23,7 +19,6 @@ constexpr int W = 4, REGISTERS = 32;
 #else
 constexpr int W = 4, REGISTERS = 16;
 #endif
-constexpr int64_t TILE = 64;  // queries and keys of a tile
 constexpr float INF = std::numeric_limits<float>::infinity();
 constexpr float LOG2E = 1.44269504088896340736f;
 
@@ -73,7 +68,8 @@ inline void narrow(float x, bf16* p) {
 
 // ---------------------------------------------------------------------------------------------------- functions
 
-// 2^t, relative error 1e-7; 0 below 2^-126, -infinity included; a NaN comes through. The polynomial is a minimax fit on [-1/2, 1/2].
+// 2^t, relative error 1e-7; 0 below 2^-126, -infinity included; a NaN comes through. The polynomial is a minimax fit
+// on [-1/2, 1/2].
 inline Vec exp2_of(Vec t) {
     constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
     Vec shifted = t + SHIFT;
