@@ -52,6 +52,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path):
         (PIXELS.astype(np.float32), LABELS, "must hold uint8"),
         (PIXELS, LABELS.astype(np.float32), "must hold whole numbers"),
         (PIXELS, LABELS.astype(np.int64) - 1, r"image 0: the label -1 is out of range"),
+        (PIXELS, np.where(LABELS, LABELS, np.int64(2**62)), r"image \d: the label 4611686018427387904 is out of range"),
         (PIXELS[:0], LABELS[:0], "and not nothing"),
     ]:
         with pytest.raises(UserError, match=message):

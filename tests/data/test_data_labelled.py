@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from phylon.data.aligned import Aligned
 from phylon.data.documents import Record
-from phylon.data.labelled import Classes, class_number, read_answers, read_texts, read_words, score
+from phylon.data.labelled import Classes, check_head, class_number, read_answers, read_texts, read_words, score
 from phylon.data.table import Table
 from phylon.spec import UserError, from_data, to_data
 
@@ -96,6 +96,32 @@ def test_classes_are_numbered_by_size_or_name():
         classes.number("poss", "f:7")
     with pytest.raises(UserError, match="each once"):
         Classes(("a", "a"))
+
+
+def test_labels_are_numbers_where_all_are_whole_or_every_number_is_there():
+    for labels in (
+        [0, 1],
+        [-1, 0, 1],
+        ["+1", "-1"],
+        ["1", "2"],
+        [0, 1, "²"],
+        [0, 1, 0.5],
+        ["0", "1", "x"],
+        [1, 0, True],
+    ):
+        assert Classes.of(labels).are_numbers(2), labels
+    for labels in (["no", "yes"], ["0.0", "1.0"], ["2.7", "3.11"], [0, "x"], [True, False]):
+        assert not Classes.of(labels).are_numbers(2), labels
+
+
+def test_too_many_classes_name_the_rarest_and_its_place():
+    labels = [("pos", "f:1"), ("pso", "f:2"), ("neg", "f:3"), ("pos", "f:4"), ("neg", "f:5")]
+    check_head(("a", "b"), "class", 2, labels)
+    words = r"3 classes \(neg, pos, pso\) and the head 'class' 2: set its n_classes to 3, or name the right ones in "
+    with pytest.raises(UserError, match=words + r"objective.classes \('pso' is the rarest: 1, f:2\)"):
+        check_head(("neg", "pos", "pso"), "class", 2, labels)
+    with pytest.raises(UserError, match=r"set its n_classes to 2$"):
+        check_head(("neg", "pos"), "class", 3, labels)
 
 
 @pytest.mark.parametrize("label", [3, -1, "3", "x", 0.5, True, None])

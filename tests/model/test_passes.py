@@ -1,5 +1,7 @@
 """Passes on built models: LoRA, freezing, recomputation, compilation."""
 
+import re
+
 import pytest
 import torch
 
@@ -157,6 +159,28 @@ def test_freezing_and_training_by_glob():
         freeze(model, ["decoder.blocks.*.atn"])
     with pytest.raises(UserError, match="no parameter"):
         train_only(model, ["decoder.blocks.7"])
+
+
+@pytest.mark.parametrize(
+    ("glob", "near"),
+    [
+        ("decodr", "decoder"),
+        ("decodr.*", "decoder.*"),
+        ("decoder.blocs", "decoder.blocks"),
+        ("decoder.blok.*", "decoder.blocks.*"),
+        ("decoder.blocks.7", "decoder.blocks.1"),
+        ("decoder.blocks.*.atn", "decoder.blocks.*.attn"),
+        ("*.atn", "*.attn"),
+        ("*.embd", "*.embed"),
+        ("*.atn.*_proj", "*.attn.v_proj"),
+        ("haeds", "heads"),
+    ],
+)
+@pytest.mark.parametrize("change", [freeze, train_only])
+def test_a_glob_that_names_nothing_is_refused_with_the_nearest_that_does(change, glob, near):
+    with pytest.raises(UserError, match=rf"did you mean '{re.escape(near)}'") as caught:
+        change(made(), [glob])
+    change(made(), [str(caught.value).split("mean '")[1].split("'")[0]])
 
 
 @pytest.mark.parametrize("change", [freeze, train_only])

@@ -22,6 +22,10 @@ def test_a_glob_that_matches_nothing_is_named() -> None:
         record(model, "decoder.blocks.1.attn.score"),
     ):
         model(TOKENS)
+    with pytest.raises(UserError, match=r"mean 'decoder\.\*'"), record(model, "decodr.*"):
+        model(TOKENS)
+    with pytest.raises(UserError, match=r"mean '\*\.attn\.z'"), record(model, "*.atn.z"):
+        model(TOKENS)
     assert model.taps is None
 
 

@@ -19,6 +19,7 @@ from phylon.train import read_metrics, train
 from phylon.train.objectives import NextToken
 from phylon.train.objectives.distillation import Distillation, soft_loss, start_from
 from phylon.train.objectives.mixing import MixedExamples, mixing_rates, quotas
+from phylon.train.prepare import prepare
 from phylon.train.recipe import model_spec
 from phylon.train.vocabulary import BPE
 
@@ -109,6 +110,23 @@ def test_a_run_says_the_shares_and_measures_exact_answers(tmp_path):
     batch_recipe = recipe.objective
     targets = torch.tensor([[5, 1], [6, IGNORE]])
     assert batch_recipe.counts({"targets": targets, "segments": (targets != IGNORE).long()}) == {"lm": 3}
+
+
+@pytest.mark.parametrize("own", [2, 100])
+def test_a_tasks_own_cap_comes_before_the_objectives(tmp_path, own):
+    """Below it and above."""
+    recipe = tiny("text_to_text")
+    copy, same = recipe.data.source.tasks
+    source = recipe.data.source.replace(tasks=(copy, same.replace(cap=own)))
+    recipe = recipe.replace(
+        data=recipe.data.replace(source=source), objective=recipe.objective.replace(cap=3, temperature=1.0)
+    )
+    said = []
+    prepared = prepare(recipe, tmp_path, source, "cpu", said.append, lambda _: None, resume=False, kept=False)
+    sizes = [int(m.split(": ")[1].split()[0]) for m in said if m.startswith("task ")]
+    assert min(sizes) > 3
+    counted = [3, min(sizes[1], own)]
+    assert prepared.feed.loader.rows.quota.tolist() == quotas(mixing_rates(counted, None, 1.0)).tolist()
 
 
 def test_the_exact_share_counts_whole_answers():

@@ -100,6 +100,17 @@ def test_translation_learns_its_pairs_by_heart(tmp_path):
     assert bleu(said, [b for _, b in PAIRS])[0] > 90
 
 
+def test_the_size_of_batches_by_tokens_stays_on_the_way(tmp_path):
+    pytest.importorskip("sacrebleu")
+    recipe = tiny("translation")
+    recipe = recipe.replace(run=recipe.run.replace(steps=1))
+    train(recipe, out=tmp_path, device="cpu")
+    changed = recipe.replace(objective=recipe.objective.replace(max_tokens=100))
+    for allow in (False, True):
+        with pytest.raises(UserError, match=r"objective.max_tokens was 120 and is now 100: .*--allow-changes neither"):
+            train(changed, out=tmp_path, resume=True, allow_changes=allow, device="cpu")
+
+
 def test_what_translation_refuses(tmp_path):
     base = TASKS["translation"][0]
     for old, new, message in [
@@ -192,6 +203,31 @@ def test_what_labels_are_refused(tmp_path):
     refused(tmp_path, both.replace('"text_classes"', '"text_classes"\nhead = "token"'), "needs a head with a pool")
 
 
+@pytest.mark.parametrize("stray", [-1, 0.5, 2, "x", "²"])
+@pytest.mark.parametrize("kind", ["text_classes", "word_classes"])
+def test_a_stray_label_is_named_and_passed_over_by_policy(tmp_path, kind, stray):
+    """Whether a head of two classes or, for whole numbers, of three."""
+    labels = [[number % 2 if number != 7 else stray] for number in range(40)]
+    words = kind == "word_classes"
+    rows = [{"words": ["a"], "labels": y} if words else {"text": f"a {y}", "label": y[0]} for y in labels]
+    base = TASKS[kind][0]
+    source = table(tmp_path, rows)
+    base = base[: base.index("source =")] + source + base[base.index("\ntokenizer") :].replace("0.3", "0.0")
+    message = r"qa.jsonl:8: the label .* is out of range: classes are 0 to {}; objective.classes names others.*=skip"
+    refused(tmp_path / "two", base, message.format(1))
+    if stray == -1:
+        refused(tmp_path / "three", base.replace("n_classes = 2", "n_classes = 3"), message.format(2))
+    skip = base.replace(source, source.replace(" }", ', unreadable = "skip" }'))
+    recipe = recipe_from_toml("schema = 1\n" + skip)
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    assert len(prepared.feed.loader.rows) == 39
+    named = recipe.replace(objective=recipe.objective.replace(classes=("0", "1")))
+    prepared = prepare(named, tmp_path / "named", check(named, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    assert len(prepared.feed.loader.rows) == 39
+
+
 def table(folder, rows):
     (folder / "qa.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f'source = {{ kind = "table", path = "{folder}/qa.jsonl" }}'
@@ -275,6 +311,37 @@ def test_answers_evaluate_as_squad_does(tmp_path):
     assert recipe.objective.evaluate(Oracle(), batches)["exact_match"] < 1.0, "without a threshold there is always one"
 
 
+def alone(batch):
+    """The rows of a batch, each in a batch of its own without padding."""
+    for row, length in enumerate(batch["segments"].sum(1).tolist()):
+        yield {
+            name: value[row : row + 1, :length] if value.shape[1:2] == batch["segments"].shape[1:] else value[row][None]
+            for name, value in batch.items()
+        }
+
+
+@pytest.mark.parametrize("kind", ["answers", "text_classes", "text_scores", "word_classes"])
+def test_what_an_evaluation_says_does_not_depend_on_who_is_in_the_batch(tmp_path, kind):
+    recipe = tiny(kind)
+    if kind == "answers":
+        draw = np.random.default_rng(0)
+        rows = [{"question": "who?", "context": " ".join(draw.choice(["anna", "saw", "ben", "end"], n)) + " end",
+                 "answer": "end", "start": ""} for n in (1, 2, 9, 12) for _ in range(12)]  # fmt: skip
+        recipe = answer_recipe(tmp_path, [row | {"start": len(row["context"]) - 3} for row in rows])
+    prepared = prepare(recipe, tmp_path / "run", check(recipe, None, "cpu"), "cpu", lambda _: None, lambda _: None,
+                       resume=False, kept=False)  # fmt: skip
+    model, batches = prepared.model.eval(), list(prepared.feed.held_out())
+    assert any((batch["segments"] == 0).any() for batch in batches), "some rows are padded"
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(5):
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.5, generator=draw)
+            together = recipe.objective.evaluate(model, batches)
+            apart = recipe.objective.evaluate(model, [one for batch in batches for one in alone(batch)])
+            assert together == pytest.approx(apart, rel=1e-4), together
+
+
 def test_the_answers_that_are_refused(tmp_path):
     rows = [{"question": "who?", "context": "it was anna", "answer": "anna", "start": 3}]
     with pytest.raises(UserError, match=r"qa.jsonl:1: the answer 'anna' is not at character 3; it stands at 7"):
@@ -341,6 +408,7 @@ def test_what_image_classes_refuses(tmp_path):
     base = TASKS["image_classes"][0]
     for old, new, message in [
         ("n_classes = 3", "n_classes = 4", r"the data have 3 classes \(0, 1, 2\) and the head 'class' 4"),
+        ("n_classes = 3", "n_classes = 2", r"in data.source.classes \('2' is the rarest: 13, image:\d+\)"),
         ("n_channels = 1", "n_channels = 3", "the images have 1 channels and the model reads 3"),
         ("patch_size = 4", "patch_size = 8", "steps = 1"),
         ("augment = {", "pixels = { size = [9, 8] }\naugment = {", "images of 9 x 8 do not cut into patches of 4 x 4"),

@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -110,6 +111,34 @@ def test_every_damaged_file_is_named_with_the_older_whole_checkpoint(tmp_path, d
     flip(older / "random.safetensors")
     with pytest.raises(UserError, match="no older checkpoint is whole: --fresh begins again"):
         load_checkpoint(newest)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_newest_checkpoint_is_never_passed_over_for_an_older_one(tmp_path, file):
+    trainer_in(tmp_path, save_every=2, ema=0.9).run()
+    older, newest = checkpoints(tmp_path / "checkpoints")
+    (newest / file).unlink()
+    for _ in range(2):
+        assert latest_checkpoint(tmp_path / "checkpoints") == newest
+        with pytest.raises(UserError, match=rf"{newest}/{file}.*, and --resume goes on from {older}, which is whole"):
+            trainer_in(tmp_path).resume(latest_checkpoint(tmp_path / "checkpoints"))
+        with pytest.raises(UserError, match=f"{newest}/(model|state)") if file[0] in "ms" else nullcontext():
+            average_checkpoints(tmp_path / "checkpoints", 2)
+        (tmp_path / "checkpoints" / "latest").unlink(missing_ok=True)
+    shutil.rmtree(newest)
+    assert latest_checkpoint(tmp_path / "checkpoints") == older
+
+
+def test_a_folder_of_the_users_is_no_checkpoint(tmp_path):
+    trainer_in(tmp_path, save_every=2).run()
+    older, newest = checkpoints(tmp_path / "checkpoints")
+    for name in (f"{older.name}.bak", "step-one"):
+        shutil.copytree(older, older.parent / name)
+    assert checkpoints(older.parent) == [older, newest]
+    trainer = trainer_in(tmp_path, keep=1)
+    trainer.resume(newest)
+    trainer._save()
+    assert (older.parent / f"{older.name}.bak" / "state.json").is_file()
 
 
 def test_every_bit_of_the_state_counts(tmp_path):

@@ -174,3 +174,20 @@ def test_what_the_model_kept_stays_but_for_the_kind_of_classes(tmp_path, base):
         back = hub.load(folder, device="cpu")
         assert back.kept == kept
         assert torch.equal(back.unread["some.table"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed"),
+    [
+        ({"model.set": {"decoder.blocks.*.ffn.d_ff": 32}}, True),
+        ({"model.dtype": "bfloat16"}, True),
+        ({"model.set": {"decoder.blocks.*.attn.dropout": 0.1}}, False),
+    ],
+)
+def test_what_a_resumed_run_is_offered_of_a_model_it_began_from(tmp_path, base, changes, fixed):
+    start = {"model.from": str(base), "run.steps": 1}
+    train(written(tmp_path), overrides=start, out=tmp_path / "run", device="cpu")
+    for allow in (False, True) if fixed else (False,):
+        with pytest.raises(UserError, match="--allow-changes neither" if fixed else "or with --allow-changes"):
+            train(written(tmp_path), overrides=start | changes, out=tmp_path / "run", resume=True, allow_changes=allow,
+                  device="cpu")  # fmt: skip

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,42 @@ def test_tinygpt_falls_as_the_guide_prints(tmp_path):
     result = train("tinygpt", out=tmp_path / "run", overrides={"run.steps": 61}, device="cpu")
     assert sum(p.numel() for p in result.model.parameters()) == 349_344
     check_fall(losses(result.out), [60])
+
+
+def test_a_damaged_tokenizer_of_a_run_is_named_with_the_way_on(tmp_path):
+    recipe = recipe_from_toml(SMALL).replace(run=recipe_from_toml(SMALL).run.replace(steps=1, eval_every=None))
+    out = train(recipe, out=tmp_path / "run", device="cpu").out
+    file = out / "tokenizer" / "tokenizer.json"
+    whole = file.read_bytes()
+    for damage in (lambda: file.write_bytes(whole[:99]), lambda: shutil.rmtree(out / "tokenizer")):
+        damage()
+        with pytest.raises(UserError, match=rf"put this run's own '{out}/tokenizer' back, or --fresh begins again"):
+            train(recipe, out=out, resume=True, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fixed"),
+    [
+        ({"model.d_model": 32}, True),
+        ({"model.n_layers": 2, "model.attention_dropout": 0.1}, True),
+        ({"model.n_kv_heads": 1}, True),
+        ({"model.max_seq_len": 32}, False),
+        ({"model.attention_dropout": 0.1}, False),
+    ],
+)
+def test_changes_are_offered_where_the_parameters_stay(tmp_path, changes, fixed):
+    start = {"run.steps": 1, "run.eval_every": None}
+    out = train(recipe_from_toml(SMALL), overrides=start, out=tmp_path / "run", device="cpu").out
+    for allow in (False, True) if fixed else (False,):
+        with pytest.raises(UserError) as caught:
+            train(recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=allow,
+                  device="cpu")  # fmt: skip
+        assert ("and --allow-changes neither" if fixed else "or with --allow-changes") in str(caught.value)
+        assert all(path in str(caught.value) for path in changes)
+    if not fixed:
+        train(
+            recipe_from_toml(SMALL), overrides=start | changes, out=out, resume=True, allow_changes=True, device="cpu"
+        )
 
 
 @pytest.mark.slow

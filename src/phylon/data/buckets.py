@@ -16,6 +16,8 @@ from phylon.spec.errors import UserError
 
 WINDOW = 32  # batches of a shuffled order that are sorted by length together
 BUCKET = 8  # lengths that differ by less are mixed freely, and counted as the longest of them
+NOWHERE = -1  # the span of a token that is no part of a text
+FILLS = {"targets": IGNORE, "spans": NOWHERE}  # padding by the end of a name, where it is not 0
 _BATCHES = 1 << 63  # keys the order of the batches apart from that of the examples
 
 
@@ -169,8 +171,8 @@ def _area(batch: Batch) -> tuple[int, int]:
 def padded(examples: Sequence[Example]) -> Batch:
     """Examples as one batch: arrays ``(T, …)`` padded on the right to the longest of their name, others stacked.
 
-    Padding is 0, segment 0 and no target: names that end in ``targets`` are filled with ``IGNORE``. ``segments`` come
-    with the examples (1 where a token is real).
+    Padding is 0, segment 0, no target and no part of a text: names that end in ``targets`` are filled with ``IGNORE``,
+    those that end in ``spans`` with ``NOWHERE``. ``segments`` come with the examples (1 where a token is real).
     """
     found: dict[str, Tensor] = {}
     for name in examples[0]:
@@ -178,7 +180,7 @@ def padded(examples: Sequence[Example]) -> Batch:
         if arrays[0].ndim == 0 or len({array.shape for array in arrays}) == 1:
             found[name] = torch.from_numpy(np.stack(arrays))
             continue
-        fill = IGNORE if name.endswith("targets") else 0
+        fill = next((value for end, value in FILLS.items() if name.endswith(end)), 0)
         shape = (len(arrays), max(map(len, arrays)), *arrays[0].shape[1:])
         whole = np.full(shape, fill, arrays[0].dtype)
         for row, array in zip(whole, arrays, strict=True):

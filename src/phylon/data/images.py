@@ -19,6 +19,7 @@ from phylon.spec.errors import UserError, system_reason
 from phylon.spec.registry import register
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm")
+MOST_CLASSES = 1 << 20  # a larger label is a slip, not the number of a class
 _WIDE = ("I", "I;16", "I;16B", "I;16L")  # Pillow's modes of grey images of 16 bits
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
@@ -101,7 +102,7 @@ class ImageArrays(Policies, frozen=True, kw_only=True):
 
     Files are IDX (MNIST's format), ``.npy``, or ``.npz`` with the arrays ``images`` and ``labels`` (one file may hold
     both); each may have ``.gz`` behind. ``classes`` names the classes; left out, there are as many as the largest label
-    says. ``unreadable`` is about images whose label is none of these.
+    says, up to a million. ``unreadable`` is about images whose label is none of these.
     """
 
     images: str
@@ -119,7 +120,7 @@ class ImageArrays(Policies, frozen=True, kw_only=True):
             raise UserError(f"'{self.labels}' must hold whole numbers (N,), got {labels.dtype} {labels.shape}")
         if len(labels) != len(pixels):
             raise UserError(f"'{self.images}' holds {len(pixels)} images and '{self.labels}' {len(labels)} labels")
-        n_classes = int(labels.max()) + 1 if self.classes is None else len(self.classes)
+        n_classes = min(int(labels.max()) + 1, MOST_CLASSES) if self.classes is None else len(self.classes)
         kept = np.flatnonzero((labels >= 0) & (labels < n_classes))
         if len(kept) < len(labels):
 

@@ -132,6 +132,15 @@ class Classes:
             return cls(sorted(names))
         return cls(sorted(names, key=lambda name: (whole[name] or 0, name)))
 
+    def are_numbers(self, n_classes: int) -> bool:
+        """Whether the names are the numbers of ``n_classes`` classes, and not names of their own.
+
+        They are where all are whole numbers. So they are where each of those numbers is there: another name among them
+        is then a mistake.
+        """
+        spelled = all(name.lstrip("+-").isdigit() for name in self.names)
+        return spelled or all(str(number) in self._numbers for number in range(n_classes))
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -142,6 +151,34 @@ class Classes:
             hint = did_you_mean(_name(label), self.names)
             raise UserError(f"{where}: the label {_name(label)!r} is none of the {len(self)} classes{hint}")
         return number
+
+
+def check_head(
+    names: Sequence[str],
+    head: str,
+    n_classes: int,
+    labels: Iterable[tuple[Any, str]] = (),
+    place: str = "objective.classes",
+) -> None:
+    """Refuse classes that are not as many as those of a head.
+
+    Of too many the rarest is named, which may be a slip of its record: ``labels`` come with where they stand, and
+    ``place`` is the setting that would name the right ones.
+    """
+    if len(names) == n_classes:
+        return
+    shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    slip, places = "", dict[str, list[str]]()
+    for label, where in labels if len(names) > n_classes else ():
+        places.setdefault(_name(label), []).append(where)
+    if places:
+        rarest = min(places, key=lambda name: len(places[name]))
+        found = places[rarest]
+        slip = f", or name the right ones in {place} ({rarest!r} is the rarest: {len(found)}, {found[0]})"
+    raise UserError(
+        f"the data have {len(names)} classes ({shown}) and the head '{head}' {n_classes}: "
+        f"set its n_classes to {len(names)}{slip}"
+    )
 
 
 def class_number(label: Any, n_classes: int, where: str) -> int:

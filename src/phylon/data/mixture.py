@@ -21,7 +21,7 @@ class Task(Spec, frozen=True, kw_only=True):
     """One task of a mixture: records of ``source``, the fields that are read and said, and the words in front.
 
     ``prefix`` says to the model which task it is (T5, arXiv:1910.10683, section 2.4). ``cap`` bounds how many examples
-    count when tasks are mixed, where it differs from the mixture's own.
+    count when tasks are mixed, in the place of the objective's own.
     """
 
     name: str

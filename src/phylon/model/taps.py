@@ -1,6 +1,5 @@
 """Recording intermediate tensors by name."""
 
-import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.errors import UserError, did_you_mean_glob
 
 if TYPE_CHECKING:
     from phylon.model.model import Model
@@ -39,8 +38,8 @@ class Recorder(dict[str, Tensor]):
         if not missing or not self._points:
             return
         glob = missing[0]
-        known = {re.sub(r"\.\d+\.", ".*.", path) for path in self._points} if "*" in glob else self._points
-        raise UserError(f"nothing to record matches '{glob}' in this model{did_you_mean(glob, known)}")
+        near = did_you_mean_glob(glob, self._points, (".*",))
+        raise UserError(f"nothing to record matches '{glob}' in this model{near}")
 
 
 @contextmanager

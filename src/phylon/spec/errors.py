@@ -3,6 +3,7 @@
 import difflib
 import errno
 import math
+import re
 from collections.abc import Iterable
 from numbers import Integral, Real
 
@@ -67,3 +68,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if not names:
         return ""
     return f" (known: {', '.join(names[:12])}{', …' if len(names) > 12 else ''})"
+
+
+def did_you_mean_glob(glob: str, names: Iterable[str], ends: Iterable[str]) -> str:
+    """``did_you_mean`` for a glob of dotted names: the nearest name, or the beginning of one with one of ``ends``.
+
+    Where the glob has a star, numbers are stars; one that begins with ``*.`` may begin within a name.
+    """
+    known: set[str] = set()
+    for name in names:
+        parts = (re.sub(r"\.\d+(?=\.|$)", ".*", name) if "*" in glob else name).split(".")
+        for first in range(len(parts) if glob.startswith("*.") else 1):
+            start = "*." if first else ""
+            known.add(start + ".".join(parts[first:]))
+            known |= {
+                start + ".".join(parts[first:last]) + end for last in range(first + 1, len(parts)) for end in ends
+            }
+    return did_you_mean(glob, known)

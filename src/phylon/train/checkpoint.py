@@ -180,7 +180,7 @@ def save_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint below ``folder``: the one ``latest`` names, else the highest step."""
+    """The newest checkpoint below ``folder``: the one ``latest`` names, else the highest step."""
     found = checkpoints(folder)
     try:
         named = folder / read_file(folder / "latest").decode().strip()
@@ -196,8 +196,12 @@ def last_state(folder: Path) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Every checkpoint below ``folder``, oldest first; of one step, those after a roll-back later."""
-    return sorted((path for path in folder.glob(f"{PREFIX}*") if (path / "state.json").is_file()), key=_order)
+    """Every checkpoint below ``folder``, oldest first; of one step, those after a roll-back later.
+
+    One of whose files some are gone counts, so that whoever reads it says so; an empty folder is none.
+    """
+    found = (path for path in folder.glob(f"{PREFIX}*") if step_of(path) >= 0 and path.is_dir())
+    return sorted((path for path in found if any(path.iterdir())), key=_order)
 
 
 def step_of(path: Path) -> int:
@@ -292,7 +296,7 @@ def _manifest(path: Path) -> Manifest:
         content = (path / "state.json").read_bytes()
         manifest = msgspec.json.decode(content, type=Manifest)
     except OSError as error:
-        raise UserError(f"cannot read the checkpoint {path}: {error.strerror}") from None
+        raise UserError(f"cannot read {path / 'state.json'}: {system_reason(error)}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path / 'state.json'} is damaged ({error})") from None
     if manifest.format != FORMAT:

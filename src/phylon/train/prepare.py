@@ -112,7 +112,7 @@ def prepare_feed(
     tokenizer = None
     if objective.reads_text:
         folder = out / "tokenizer"
-        tokenizer = load_tokenizer(folder) if kept else _tokenizer(recipe, training, folder, say)
+        tokenizer = _own_tokenizer(folder) if kept else _tokenizer(recipe, training, folder, say)
         made(tokenizer)
     spec = model_spec(recipe, None if tokenizer is None else tokenizer.vocab_size)
     if tokenizer is not None:
@@ -219,6 +219,14 @@ def _model(
     recipe.objective.remember(model, recipe)
     apply_tune(model, recipe.tune)
     return model
+
+
+def _own_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that the run has been trained with."""
+    try:
+        return load_tokenizer(folder)
+    except UserError as error:
+        raise UserError(f"{error}; put this run's own '{folder}' back, or --fresh begins again") from None
 
 
 def _tokenizer(recipe: Recipe, source: Source, folder: Path, say: Say) -> Tokenizer:

@@ -1,10 +1,9 @@
 """Which parts of a model a glob names."""
 
-import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from phylon.spec.errors import UserError, did_you_mean
+from phylon.spec.errors import UserError, did_you_mean_glob
 
 
 def matching(names: Iterable[str], globs: Sequence[str], what: str) -> list[str]:
@@ -18,8 +17,8 @@ def matching(names: Iterable[str], globs: Sequence[str], what: str) -> list[str]
     names = list(names)
     for glob in globs:
         if not any(matches(name, glob) for name in names):
-            known = {re.sub(r"\.\d+\.", ".*.", name) for name in names} if "*" in glob else names
-            raise UserError(f"no {what} of this model matches '{glob}'{did_you_mean(glob, known)}")
+            near = did_you_mean_glob(glob, names, ("", ".*"))
+            raise UserError(f"no {what} of this model matches '{glob}'{near}")
     return [name for name in names if any(matches(name, glob) for glob in globs)]
 
 

@@ -1,6 +1,6 @@
 """Fine-tuning on labelled texts: classes and numbers of texts or pairs, classes of words."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from phylon.data.labelled import (
     GivesRecords,
     LabelledText,
     LabelledWords,
+    check_head,
     class_number,
     read_texts,
     read_words,
@@ -56,20 +57,13 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
             want, have = ("a pool", "none") if self._per_text else ("no pool", "one")
             raise UserError(f"{self._kind} needs a head with {want}, and '{self.head}' has {have}; choose another head")
         if self.classes is not None:
-            self._check_number(spec, Classes(self.classes))
+            check_head(Classes(self.classes).names, self.head, self._n_classes(spec))
 
     def measured(self) -> tuple[str, ...]:
         return "accuracy", "f1"
 
-    def _check_number(self, spec: ModelSpec, classes: Classes) -> None:
-        """Refuse a head of another number of classes."""
-        n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
-        if len(classes) != n_classes:
-            shown = ", ".join(classes.names[:8]) + (", …" if len(classes) > 8 else "")
-            raise UserError(
-                f"the data have {len(classes)} classes ({shown}) and the head '{self.head}' {n_classes}: "
-                f"set its n_classes to {len(classes)}"
-            )
+    def _n_classes(self, spec: ModelSpec) -> int:
+        return spec.heads[self.head].n_classes  # type: ignore[attr-defined]
 
     @property
     def _kind(self) -> str:
@@ -100,7 +94,7 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
             valid = batch["targets"] != IGNORE
             said += self.predicted(out.heads[self.head])[valid].tolist()
             right += batch["targets"][valid].tolist()
-        n_classes = model.spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        n_classes = self._n_classes(model.spec)
         return {"loss": total / (count or 1.0)} | self.metrics(said, right, n_classes)
 
     def targets(self, batch: Batch) -> dict[str, Tensor | Targets] | None:
@@ -121,14 +115,17 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         f1 = f1_of(said, right, 1) if n_classes == 2 else macro_f1(said, right, sorted(set(right)))
         return {"accuracy": accuracy(said, right), "f1": f1}
 
-    def classes_for(self, material: Material, named: tuple[str, ...] | None, labels: Iterable[Any]) -> Classes | None:
-        """The classes by name; ``None`` where labels are numbers from 0 already. They must fit the head."""
-        classes = Classes.of(labels) if named is None else Classes(named)
-        numbers = all(name.isdigit() for name in classes.names) and named is None
+    def classes_for(self, material: Material, labels: Sequence[tuple[Any, str]]) -> Classes | None:
+        """The classes by name; ``None`` where labels are numbers from 0 already. They must fit the head.
+
+        ``labels`` come with where they stand.
+        """
+        classes = Classes.of(label for label, _ in labels) if self.classes is None else Classes(self.classes)
+        n_classes = self._n_classes(material.spec)
+        numbers = self.classes is None and classes.are_numbers(n_classes)
         if not numbers:
-            self._check_number(material.spec, classes)
-        count = material.spec.heads[self.head].n_classes  # type: ignore[attr-defined]
-        shown = f"0 to {count - 1}" if numbers else ", ".join(f"{i} {n}" for i, n in enumerate(classes.names))
+            check_head(classes.names, self.head, n_classes, labels)
+        shown = f"0 to {n_classes - 1}" if numbers else ", ".join(f"{i} {n}" for i, n in enumerate(classes.names))
         material.say(f"classes: {shown}")
         return None if numbers else classes
 
@@ -140,7 +137,10 @@ class _Labelled(RecordObjective, frozen=True, kw_only=True):
         """The number of a label."""
         if classes is not None:
             return classes.number(label, where)
-        return class_number(label, material.spec.heads[self.head].n_classes, where)  # type: ignore[attr-defined]
+        try:
+            return class_number(label, self._n_classes(material.spec), where)
+        except UserError as problem:
+            raise UserError(f"{problem}; objective.classes names others, in order") from None
 
 
 class TextClasses(_Labelled, frozen=True, kw_only=True):
@@ -148,8 +148,9 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
 
     ``text``, ``pair`` and ``label`` name the fields of a record, ``weight`` one with what it counts; ``classes`` the
     classes in order. Left out, they are the labels there are, by name; labels that are whole numbers are the numbers of
-    the classes, from 0. Texts are cut to ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports
-    ``accuracy`` and ``f1`` (of class 1 of two, else the mean over the classes).
+    the classes, from 0, and where all of these are there, another label is a mistake of its record. Texts are cut to
+    ``data.seq_len`` tokens, of a pair the longer one first. Evaluation reports ``accuracy`` and ``f1`` (of class 1 of
+    two, else the mean over the classes).
     """
 
     text: str = "text"
@@ -161,7 +162,7 @@ class TextClasses(_Labelled, frozen=True, kw_only=True):
 
     def feed(self, material: Material) -> Feed:
         rows = {which: list(self.read(source)) for which, source in parts(material)}
-        classes = self.classes_for(material, self.classes, (row.label for part in rows.values() for row in part))
+        classes = self.classes_for(material, [(row.label, row.where) for part in rows.values() for row in part])
 
         def example(row: LabelledText) -> Arrays:
             return self._example(material, row, np.array(self.number(material, classes, row.label, row.where)))
@@ -189,7 +190,7 @@ class TextScores(TextClasses, frozen=True, kw_only=True):
         if self.classes is not None:
             raise UserError("text_scores reads numbers; leave objective.classes out")
         super().check(recipe, spec)
-        if spec.heads[self.head].n_classes != 1:  # type: ignore[attr-defined]
+        if self._n_classes(spec) != 1:
             raise UserError(f"text_scores needs a head '{self.head}' with n_classes = 1, one number a text")
 
     def measured(self) -> tuple[str, ...]:
@@ -256,8 +257,8 @@ class WordClasses(_Labelled, frozen=True, kw_only=True):
 
     def feed(self, material: Material) -> Feed:
         rows = {which: list(self.read(source)) for which, source in parts(material)}
-        labels = (label for part in rows.values() for row in part for label in row.labels)
-        classes = self.classes_for(material, self.classes, labels)
+        labels = [(label, row.where) for part in rows.values() for row in part for label in row.labels]
+        classes = self.classes_for(material, labels)
 
         def example(row: LabelledWords) -> Arrays:
             labels = [self.number(material, classes, label, row.where) for label in row.labels]

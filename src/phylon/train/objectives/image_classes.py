@@ -11,6 +11,7 @@ from phylon.data import Loader, Source
 from phylon.data.augment import Augment, Pixels
 from phylon.data.documents import digest
 from phylon.data.images import ImageArrays, ImageFolder, Images
+from phylon.data.labelled import check_head
 from phylon.data.passed import policy, refused, usable
 from phylon.data.split import held_out_names
 from phylon.layers.embeddings.patches import PatchEmbed
@@ -66,12 +67,9 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError("image_classes reads all of its images; leave data.max_bytes out")
         images = source.open()
         n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
-        if len(images.classes) != n_classes:
-            shown = ", ".join(images.classes[:8]) + (", …" if len(images.classes) > 8 else "")
-            raise UserError(
-                f"the data have {len(images.classes)} classes ({shown}) and the head '{self.head}' {n_classes}: "
-                f"set its n_classes to {len(images.classes)}"
-            )
+        numbers = images.labels.tolist() if isinstance(source, ImageArrays) and source.classes is None else []
+        labels = ((number, images.name(index)) for index, number in enumerate(numbers))
+        check_head(images.classes, self.head, n_classes, labels, "data.source.classes")
         self._check_shape(embed, self._first_shape(source, images))
         if self.augment is not None:
             side = min(next(usable(source, range(len(images)), images.pixels)).shape[1:])

@@ -43,10 +43,10 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
 
     Records have the fields ``input`` and ``target``, and ``task`` where there are several (the source ``mixture`` makes
     such ones, with a prefix of each task); ``weight`` names one with what a record counts. Tasks are mixed in
-    proportion to their numbers of examples, each counted up to ``cap`` (K), the shares raised to 1/``temperature`` (T).
-    Inputs longer than ``data.seq_len`` tokens and targets longer than ``target_len`` are cut, as in the paper's code.
-    ``exact``: the share of held-out targets of which every token is the likeliest one. A batch holds ``source``,
-    ``source_segments`` (B, S), ``tokens``, ``segments``, ``targets`` (B, T).
+    proportion to their numbers of examples, each counted up to ``cap`` (K; a task's own comes first), the shares raised
+    to 1/``temperature`` (T). Inputs longer than ``data.seq_len`` tokens and targets longer than ``target_len`` are cut,
+    as in the paper's code. ``exact``: the share of held-out targets of which every token is the likeliest one. A batch
+    holds ``source``, ``source_segments`` (B, S), ``tokens``, ``segments``, ``targets`` (B, T).
     """
 
     input: str = "input"
@@ -100,11 +100,10 @@ class TextToText(RecordObjective, TokenObjective, frozen=True, kw_only=True):
         recipe, run = material.recipe, material.recipe.run
         made = {which: self._tasks(material, source) for which, source in parts(material)}
         training = made["training"]
-        sizes, own = [len(examples) for examples in training.values()], {}
-        if isinstance(recipe.data.source, Mixture):
-            own = recipe.data.source.caps()
-        counted = [min(size, own.get(name) or size) for name, size in zip(training, sizes, strict=True)]
-        mixed = MixedExamples(training, mixing_rates(counted, self.cap, self.temperature), run.seed)
+        sizes = [len(examples) for examples in training.values()]
+        own = recipe.data.source.caps() if isinstance(recipe.data.source, Mixture) else {}
+        counted = [min(size, own.get(name) or self.cap or size) for name, size in zip(training, sizes, strict=True)]
+        mixed = MixedExamples(training, mixing_rates(counted, None, self.temperature), run.seed)
         for name, size, quota in zip(training, sizes, mixed.quota, strict=True):
             material.say(f"task {name}: {size:,} training examples, {100 * quota / len(mixed):.1f} % of the batches")
         loader = PaddedLoader(mixed, run.batch_size, run.seed, one_pass=sum(sizes))
