@@ -333,7 +333,7 @@ def test_an_unfit_form_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, tm
 
     found = made(monkeypatch)
 
-    def make() -> Any:
+    def make(log: Any) -> Any:
         begun.append(found.form.name)
         found.path.parent.mkdir(parents=True, exist_ok=True)
         return Process(-4 if found.form == AMX else None)  # an instruction the processor lacks
@@ -344,6 +344,6 @@ def test_an_unfit_form_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch, tm
     why = "its check against the reference crashed (SIGILL)"
     assert Native(found).note() == f"bf16 products: f32 (AMX: {why})"
     again = made(monkeypatch)
-    monkeypatch.setattr(again, "_make", lambda: Process(None))
+    monkeypatch.setattr(again, "_make", lambda log: Process(None))
     assert again.reason() == "being compiled beside this run"
     assert again.against(AMX) == why, "the next process does not try it"

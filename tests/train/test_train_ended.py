@@ -46,8 +46,8 @@ def ended(out):
 def test_a_run_that_finishes(tmp_path):
     run(tmp_path / "steps")
     assert ended(tmp_path / "steps") == "finished, after all of its 12 steps"
-    steps = run(tmp_path / "time", run__steps=10**6, run__max_minutes=0.02, run__threads=1).steps
-    assert ended(tmp_path / "time") == f"finished, after the {steps:,} steps that run.max_minutes = 0.02 had time for"
+    steps = run(tmp_path / "time", run__steps=10**6, run__max_minutes=0.05, run__threads=1).steps
+    assert ended(tmp_path / "time") == f"finished, after the {steps:,} steps that run.max_minutes = 0.05 had time for"
 
 
 def test_a_signal_and_then_a_second_end(tmp_path):
