@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from phylon.ops.attention import AttentionCall
+from phylon.families import family
+from phylon.model import build
+from phylon.ops.attention import AttentionCall, attention
 from phylon.ops.attention.bias import AlibiBias, BucketBias
 from phylon.ops.experts import ExpertWeights, experts
 from phylon.ops.feedforward import feedforward
@@ -20,6 +22,23 @@ from phylon.spec import UserError
 
 def records(rows: int = 1, n: int = 6, **more: torch.Tensor) -> Records:
     return Records(torch.arange(n).expand(rows, n), **more)
+
+
+@pytest.mark.parametrize("far", [2**31 - 3, -(2**31) - 3])
+def test_positions_beyond_32_bits_are_refused_and_never_cut(far: int) -> None:
+    given = Records(torch.arange(70)[None] + far, torch.ones(1, 70, dtype=torch.int64))
+    q, k, v = (torch.randn(1, 70, 2, 8) for _ in range(3))
+    with pytest.raises(UserError, match=r"positions must be below 2\^31, got "):
+        attention(q, k, v, pattern=Causal(), query=given, key=given, backend="online")
+    model = build(family("llama").cases()[0], device="cpu")
+    with pytest.raises(UserError, match=r"positions must be below 2\^31, got "):
+        model(torch.zeros(1, 70, dtype=torch.int64), positions=given.positions)
+
+
+def test_an_empty_tail_lies_anyhow() -> None:
+    x, tail = torch.randn(1, 3, 16), torch.randn(1, 0, 32)[..., ::2]
+    y, _ = causal_conv(x, torch.ones(16, 1), tail=tail)
+    assert torch.equal(y, x)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,14 @@ def test_no_tensor_of_all_states_nor_of_all_pairs(length: int) -> None:
     assert sum(made.sizes) <= 3 * x + 6 * maps + starts + small  # y, its gradient and that of x; B's and C's
 
 
+def test_what_starts_a_document_keeps_no_state() -> None:
+    given = {n: t.float().requires_grad_() for n, t in inputs(130, (8, 1, 16, 32), batch=2).items()}
+    resets = torch.ones(2, 130, dtype=torch.bool)
+    with _Made() as made:
+        ssd_scan(**given, resets=resets, backend="native")
+    assert sum(made.sizes) == (given["x"].numel() + given["state"].numel()) * 4
+
+
 def test_a_step_makes_its_output_and_nothing_else() -> None:
     given = {n: t.float() for n, t in inputs(1, (4, 1, 16, 64), batch=1).items()}
     into = torch.empty_like(given["state"])

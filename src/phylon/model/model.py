@@ -12,6 +12,7 @@ from phylon.layers.part import Part
 from phylon.layers.state import Chunk, State, positions_from_segments
 from phylon.model.block import StackModule
 from phylon.model.spec import GenerationDefaults, ModelSpec
+from phylon.ops.checks import check_int32
 from phylon.ops.loss import Loss, Targets
 from phylon.patterns import Records
 from phylon.spec.base import Mixer
@@ -320,6 +321,7 @@ def _check_per_token(name: str, given: Tensor | None, shape: torch.Size) -> None
         raise UserError(f"{name} are {tuple(given.shape)}, tokens {tuple(shape)}; they must agree")
     if given.dtype not in (torch.int64, torch.int32):
         raise UserError(f"{name} must be int64, got {given.dtype}")
+    check_int32(name, given)
 
 
 def _is_one_document(segments: Tensor, state: State | None) -> bool:

@@ -42,6 +42,14 @@ def check_map(op: str, name: str, maps: tuple[Tensor, Tensor | None], x: Tensor 
         )
 
 
+def check_int32(name: str, numbers: Tensor) -> None:
+    """Refuse whole numbers beyond 32 bits, in which positions and documents are kept."""
+    if numbers.dtype is torch.int64 and numbers.numel() and may_ask(numbers):
+        least, most = (int(x) for x in numbers.aminmax())
+        if least < -(2**31) or most >= 2**31:
+            raise UserError(f"{name} must be below 2^31, got {most if most >= 2**31 else least}")
+
+
 def may_ask(tensor: Tensor) -> bool:
     """Whether its values may be looked at: on a GPU that would cost a synchronisation, and tracers have none."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not transformed()

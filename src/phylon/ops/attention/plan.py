@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.attention.call import AttentionCall
+from phylon.ops.checks import check_int32
 from phylon.patterns import Bounds, Pattern, Records, aligned, measured
 from phylon.patterns.bounds import in_tiles
 from phylon.patterns.mixing import mix
@@ -295,6 +296,7 @@ def _without_repeats(bits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def _in_tiles(side: Records, block: int) -> Records:
     """The records in tiles (B or 1, tiles, block)."""
+    check_int32("positions", side.positions)
     lengths = None if side.lengths is None else side.lengths.int()
     return Records(side.positions.int(), side.segments, side.marks, lengths).map(lambda field: in_tiles(field, block))
 

@@ -71,7 +71,8 @@ def ssd_scan(
 
     ``x`` (B, T, H, P), ``dt`` (B, T, H), ``A``, ``D`` (H,), ``B``, ``C`` (B, T, G, N) with H a multiple of G, ``state``
     (B, H, P, N). Everything else as in ``selective_scan``. Cost: O(T H (L (P + N) + P N)) time for chunks of L = 64
-    steps; the backward pass keeps the state before each.
+    steps; the backward pass keeps the state before each that does not start a document. A document begins a chunk;
+    in the PyTorch form it takes whole ones, so that many short documents cost L steps each.
     """
     call = SSDCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
     with _without_autocast(x):

@@ -155,7 +155,7 @@ def refusal_of(held: tuple[Tensor, ...], wide: tuple[Tensor | None, ...]) -> str
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """``tensor`` with its last dimension contiguous; slices of a wider one are left where they are."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride(-1) == 1 else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _held(tensor: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ class StepComposed:
         u, _ = causal_conv(
             call.x, call.conv_weight, call.conv_bias, activation="silu", tail=call.tail, into=call.new_tail
         )
-        d, B, C = F.linear(u, call.x_proj).split([len(call.x_proj) - 2 * size, size, size], -1)
+        d, B, C = F.linear(u, call.x_proj.to(u.dtype)).split([len(call.x_proj) - 2 * size, size, size], -1)
         wide = torch.promote_types(u.dtype, torch.float32)
-        dt = F.softplus(F.linear(d, call.dt_proj).to(wide) + call.dt_bias.to(wide))
+        dt = F.softplus(F.linear(d, call.dt_proj.to(d.dtype)).to(wide) + call.dt_bias.to(wide))
         if call.learns() or call.new_state.dtype != wide:
             A = -torch.exp(call.A_log.to(wide))
             y, _ = selective_scan(u, dt, A, B, C, call.D, state=call.state, into=call.new_state)

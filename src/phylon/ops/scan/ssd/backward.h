@@ -49,7 +49,8 @@ class Backward {
       shared.load(s, t, c);
       memset(dS, 0, sizeof(float) * CHUNK * CHUNK);
       memset(dB, 0, sizeof(float) * CHUNK * deep), memset(dC, 0, sizeof(float) * CHUNK * deep);
-      for (int64_t h = t.first; h < t.last; h++) one_head(c, h, grad.starts + (k * s.heads + h) * s.state());
+      for (int64_t h = t.first; h < t.last; h++)
+        one_head(c, h, c.fresh ? nullptr : grad.starts + (c.kept * s.heads + h) * s.state());
       add_lower(c.steps, deep / W, dS, shared.B, dC, deep);
       add_lower_turned(c.steps, deep / W, dS, shared.C, dB, deep);
       write_maps(c, dB, grad.B), write_maps(c, dC, grad.C);

@@ -41,18 +41,21 @@ struct Chunk {
   int64_t start, steps;
   bool fresh;     // it starts a document
   uint64_t real;  // a bit for each step
+  int64_t kept;   // the number of the state before it among those that are kept; none is where it starts a document
 };
 
 // The chunks of every row, one after the other: those of row b are [first[b], first[b + 1]).
 struct Plan {
   std::vector<Chunk> chunks;
   std::vector<int64_t> first{0};
+  int64_t kept = 0;
 
   Plan(int64_t batch, int64_t length, const uint8_t *resets, const uint8_t *real) {
     for (int64_t b = 0; b < batch; b++) {
       const auto starts = [&](int64_t t) { return resets && resets[b * length + t]; };
       for (int64_t t = 0; t < length;) {
-        Chunk c{t, 0, starts(t), 0};
+        Chunk c{t, 0, starts(t), 0, kept};
+        kept += !c.fresh;
         do {
           c.real |= uint64_t(!real || real[b * length + t]) << c.steps;
           c.steps++, t++;

@@ -1,4 +1,4 @@
-// y and the last state; for a backward pass, the state before every chunk.
+// y and the last state; for a backward pass, the state before every chunk of a document but its first.
 //
 //   y_i = sum_{j <= i} (C_i B_j) left_ij u_j + since_start_i C_i h + D x_i,  u = dt x
 //   h <- whole h + sum_j B_j to_end_j u_j
@@ -8,7 +8,7 @@
 
 namespace {
 
-// `starts` (chunks of all rows, heads, N, P), padded, or null.
+// `starts` (kept states, heads, N, P), padded, or null.
 void forward_task(const Scan &s, const Plan &plan, const Task &t, const View &y, float *last, float *starts) {
   const int64_t wide = s.wide(), deep = s.deep(), lanes = wide / W, heads = t.last - t.first;
   Shared shared;
@@ -31,7 +31,8 @@ void forward_task(const Scan &s, const Plan &plan, const Task &t, const View &y,
       float *h = states + i * s.state();
       head.load(s, t, t.first + i, c, shared.S);
       if (c.fresh) memset(h, 0, sizeof(float) * s.state());
-      if (starts) memcpy(starts + (k * s.heads + t.first + i) * s.state(), h, sizeof(float) * s.state());
+      if (starts && !c.fresh)
+        memcpy(starts + (c.kept * s.heads + t.first + i) * s.state(), h, sizeof(float) * s.state());
       const float skip = s.D[t.first + i];
       if (!empty) product<ZERO>(c.steps, lanes, s.size, shared.C, deep, 1, h, wide, out, wide);
       for (int64_t j = 0; j < c.steps; j++)

@@ -6,7 +6,7 @@ extern "C" {
 
 // Numbers of the buffer `starts`.
 int64_t ssd_starts(const Scan *s) {
-  return int64_t(Plan(s->batch, s->length, s->resets, nullptr).chunks.size()) * s->heads * s->state();
+  return Plan(s->batch, s->length, s->resets, nullptr).kept * s->heads * s->state();
 }
 
 // Fills y and the last state (B, H, P, N); `starts` is null where no backward pass follows.
