@@ -4,7 +4,7 @@ refuse. Prints a line per kernel with the shared memory it takes, which must fit
     PYTHONPATH=src python benchmarks/attention/compile_triton.py [case ...]
 """
 
-import sys
+import argparse
 import time
 from typing import Any
 
@@ -100,6 +100,11 @@ for module, own in (
 ):
     for kernel in own:
         setattr(module, kernel, Compiled(getattr(module, kernel)))
-for case in sys.argv[1:] or CASES:
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; without one, all")
+wanted = parser.parse_args().cases
+if unknown := [case for case in wanted if case not in CASES]:
+    parser.error(f"there is no case '{unknown[0]}'")
+for case in wanted or CASES:
     print(case, flush=True)
     CASES[case]()

@@ -7,9 +7,9 @@ layout for training, and on the state's (B, S, K, E) for decoding, as a model wo
 and stored results: ``phylon bench attention``.
 """
 
+import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -116,4 +116,9 @@ def main(wanted: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help="of train, decode, tiles; without one, all")
+    wanted = parser.parse_args().kinds
+    if unknown := [kind for kind in wanted if kind not in ("train", "decode", "tiles")]:
+        parser.error(f"there is no kind '{unknown[0]}'")
+    main(wanted)

@@ -3,8 +3,8 @@
 ``before`` is the same measure on the same held-out rows for the model as it was drawn from the seed.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -41,4 +41,6 @@ def summary(run: Path) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps(summary(Path(sys.argv[1])), indent=1, ensure_ascii=False))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    print(json.dumps(summary(parser.parse_args().run), indent=1, ensure_ascii=False))

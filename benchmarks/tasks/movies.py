@@ -5,22 +5,22 @@
     python benchmarks/tasks/movies.py runs/movies.tsv
 """
 
+import argparse
 import gzip
-import sys
 from pathlib import Path
 
 SNIPPETS = Path("../shared/data/sentiment/movieReviewSnippets_GroundTruth.txt.gz")
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="the table to write")
+    out = parser.parse_args().out
     rows = ["text\tlabel\n"]
     for line in gzip.decompress(SNIPPETS.read_bytes()).decode("utf-8").splitlines():
         _, mean, text = line.split("\t")
         if float(mean) and text.strip():
             rows.append(f"{text.strip()}\t{'positive' if float(mean) > 0 else 'negative'}\n")
-    out = Path(sys.argv[1])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("".join(rows), encoding="utf-8")
     print(f"{len(rows) - 1:,} rows in {out}")

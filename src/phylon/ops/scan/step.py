@@ -90,7 +90,7 @@ class StepNative:
     def supports(self, call: StepCall) -> str | None:
         for t in call.tensors():
             if t is not None and (t.dtype not in _HELD or not t.is_cpu or not t.is_contiguous()):
-                return "it takes dense float32 and bfloat16 on the CPU"
+                return "it takes contiguous float32 and bfloat16 on the CPU"
         if call.state.dtype is not torch.float32 or call.new_state.dtype is not torch.float32:
             return "it keeps the state in float32"
         if call.learns() or torch.compiler.is_compiling():
