@@ -114,6 +114,15 @@ def test_bad_lines_of_json(tmp_path, caplog):
         list(JsonLines(path=str(path), unreadable="skip", empty="refuse").documents())
 
 
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"junk" * 99])
+def test_where_all_is_passed_over_the_first_problem_is_the_error(content, tmp_path):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    (tmp_path / "t.parquet").write_bytes(content)
+    source = Parquet(path=str(tmp_path / "t.parquet"), unreadable="skip")
+    with pytest.raises(UserError, match=r"nothing of the data can be used; the first problem: cannot read .*t.parquet"):
+        list(source.records())
+
+
 def test_a_saved_dataset(tmp_path):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     rows = datasets.Dataset.from_dict({"text": ["one", "", "two"], "label": [0, 1, 0]})

@@ -238,7 +238,7 @@ def test_a_changed_machine_is_named_and_goes_on(tmp_path):
     messages = Messages()
     trainer = trainer_in(tmp_path, messages=messages)
     trainer.resume(folder)
-    (message,) = [message for message in messages.all if "last bits" in message]
+    (message,) = [message for message in messages.all if "bit for bit" in message]
     for change in ("torch was 1.0 and is now", "compiled was blocks and is now no", "processes was 4 and is now 1"):
         assert change in message
     assert "native kernels was ghost and is now none" in message, "kernels that the run did not begin with stay unused"

@@ -1,5 +1,6 @@
 """What a run will need: memory against a measured peak, FLOPs, the best size, and batches that cannot fit."""
 
+import logging
 import math
 import os
 import subprocess
@@ -195,11 +196,32 @@ def test_an_estimate_is_of_the_processes_that_were_announced(monkeypatch, capsys
     assert (main(command), capsys.readouterr().out) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE is 'abc' and must be a whole number from 1; torchrun sets it"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0' and must be a whole number from 1"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8' and must be a whole number from 1 to"),
+        ({"WORLD_SIZE": "64", "LOCAL_WORLD_SIZE": "8"}, "cannot be shared by 64 processes"),
+    ],
+)
+def test_processes_that_cannot_be_are_one_line(said, words, monkeypatch, capsys):
+    from phylon.cli.main import main
+
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "demo", "--estimate", "--device", "cpu", "--set", "run.batch_size=4"]) == 2
+    found = capsys.readouterr().err
+    assert words in found
+    assert found.count("\n") == 1
+
+
 def test_processes_of_one_machine_share_its_memory(monkeypatch):
     alone, two = estimate(recipe(), device="cpu"), estimate(recipe(), device="cpu", world=World(size=2))
     assert two.exchange_bytes == two.gradients_bytes == alone.gradients_bytes, "the buckets of DDP"
     monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 1e9)
-    assert estimate(recipe(), device="cpu", world=World(size=8, local_size=4)).free_bytes == 0.25e9
+    eight = recipe(**{"run.batch_size": 8})
+    assert estimate(eight, device="cpu", world=World(size=8, local_size=4)).free_bytes == 0.25e9
     monkeypatch.setattr("phylon.train.forecast.free_bytes", lambda device: 3 * alone.total_bytes)
     check_fits(recipe(), None, "cpu", World(size=2))
     with pytest.raises(UserError, match="are free for each of 4 processes"):
@@ -207,6 +229,7 @@ def test_processes_of_one_machine_share_its_memory(monkeypatch):
 
 
 def test_a_process_knows_how_many_share_its_machine(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("phylon.data"), "setLevel", lambda level: None)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for key, value in {"WORLD_SIZE": 8, "RANK": 5, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(key, str(value))

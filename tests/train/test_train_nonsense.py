@@ -84,10 +84,9 @@ def test_a_blank_row_teaches_nothing(tmp_path):
 def test_fewer_rows_than_processes_are_refused_unless_rows_follow_tokens(monkeypatch):
     from phylon.train.parallel import check_parallel
 
-    monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(UserError, match=r"shared by 8 processes in 2 parts each; give run.batch_size=16"):
-        check_parallel(tiny("next_token"))
-    check_parallel(tiny("translation"))
+        check_parallel(tiny("next_token"), 8)
+    check_parallel(tiny("translation"), 8)
 
 
 def test_the_heaviest_batch_is_one_of_the_loader():

@@ -164,6 +164,15 @@ def test_numbers_that_are_not_finite_are_refused(path, number):
         load_recipe("demo", {"model.d_model": float("nan")})
 
 
+def test_values_that_agree_only_together_are_set_together():
+    changed = load_recipe("vit", {"objective.pixels.mean": [0.5], "objective.pixels.std": [0.25]})
+    assert (changed.objective.pixels.mean, changed.objective.pixels.std) == ((0.5,), (0.25,))
+    with pytest.raises(UserError, match=r"'objective\.pixels\.mean': mean and std must have one number"):
+        load_recipe("vit", {"objective.pixels.mean": [0.5], "objective.pixels.std": [0.25, 0.5]})
+    with pytest.raises(UserError, match="did you mean 'std'"):
+        load_recipe("vit", {"objective.pixels.sdt": [0.25], "objective.pixels.mean": [0.5]})
+
+
 def test_a_kind_that_is_set_replaces_the_mechanism_and_keeps_what_was_said():
     changed = load_recipe("demo", {"schedule.kind": "wsd", "schedule.decay": 0.3})
     assert changed.schedule == WSD(warmup=40, min_ratio=0.02, decay=0.3)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from phylon.data.documents import Document, Record, digest, file_sums, missing
-from phylon.data.passed import Policies, passed_over, usable
+from phylon.data.passed import Policies, nothing_left, passed_over, usable
 from phylon.data.weighed import document_of
 from phylon.spec.errors import UserError, did_you_mean
 from phylon.spec.registry import register
@@ -41,7 +41,7 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
     def records(self) -> Iterator[Record]:
         parquet = _pyarrow()
         root, files = Path(self.path).expanduser(), self._files()
-        found = False
+        found, first = False, None
         for path in files:
             name = path.relative_to(root).as_posix() if root.is_dir() else path.name
             try:
@@ -53,9 +53,11 @@ class Parquet(_Columns, frozen=True, kw_only=True, tag="parquet"):
                             yield Record(row, f"{name}:{number}")
                             number += 1
             except (OSError, ValueError, NotImplementedError, TypeError, KeyError) as error:  # bases of pyarrow's own
-                passed_over(self, UserError(f"cannot read '{path}' as Parquet: {_line(error)}"))
+                problem = UserError(f"cannot read '{path}' as Parquet: {_line(error)}")
+                passed_over(self, problem)
+                first = first or problem
         if not found:
-            raise UserError(f"'{self.path}' holds no rows")
+            raise UserError(f"'{self.path}' holds no rows" if first is None else nothing_left(first))
 
     def fingerprint(self) -> str:
         return digest("parquet", self._what, file_sums(self.files(), self.unreadable))

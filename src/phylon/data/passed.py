@@ -65,7 +65,12 @@ def usable(source: object, items: Iterable[A], make: Callable[[A], B]) -> Iterat
         found = True
         yield made
     if not found and first is not None:
-        raise UserError(f"nothing of the data can be used; the first problem: {first}") from None
+        raise UserError(nothing_left(first)) from None
+
+
+def nothing_left(first: UserError) -> str:
+    """What is said where every item was passed over."""
+    return f"nothing of the data can be used; the first problem: {first}"
 
 
 def passed_over(source: object, problem: UserError) -> None:

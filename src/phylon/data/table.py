@@ -71,7 +71,7 @@ class Table(Policies, frozen=True, kw_only=True, tag="table"):
             found = True
             yield record
         if not found:
-            raise UserError(f"'{self.path}' holds no rows")
+            raise UserError(f"'{self.path}' holds no rows that can be read")
 
     def fingerprint(self) -> str:
         what = (self.columns, self.format, self.empty, self.unreadable)

@@ -18,7 +18,7 @@ from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost, step
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
 from phylon.train.objectives.base import Batch
-from phylon.train.parallel import Parallel
+from phylon.train.parallel import Parallel, check_parallel
 from phylon.train.parts import formula_bytes, rough_bytes, shards, state_bytes
 from phylon.train.prepare import PROVISIONAL_VOCAB, Sample, prepare, prepare_feed, recipe_source
 from phylon.train.pretrained import apply_tune
@@ -151,6 +151,7 @@ def estimate(
     how many steps they give.
     """
     world, target = world or World(), resolve_device(device)
+    check_parallel(recipe, world.size)
     spec = model_spec(recipe, _vocabulary(recipe))
     shape = build_meta(spec)
     apply_tune(shape, recipe.tune)

@@ -1,7 +1,6 @@
 """A model over several processes by PyTorch's own engines: DDP (weights everywhere), FSDP2 (weights in shards, a block
 at a time). The rest of the trainer sees plain local tensors, and whole ones in checkpoints."""
 
-import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 Kind = Literal["ddp", "fsdp"]
 
 
-def check_parallel(recipe: Any) -> None:
-    """Refuse what several processes cannot share: fewer rows than parts, and shards for what needs whole matrices."""
-    size, run = int(os.environ.get("WORLD_SIZE", "1")), recipe.run
+def check_parallel(recipe: Any, size: int) -> None:
+    """Refuse what ``size`` processes cannot share: fewer rows than parts, and shards for what needs whole matrices."""
+    run = recipe.run
     if size > 1 and recipe.objective.whole_batch:
         raise UserError("this objective needs its batch whole, and several processes would share it; start one")
     if size > 1 and not recipe.objective.by_tokens and run.batch_size < size * run.accumulate:
@@ -34,7 +33,7 @@ def check_parallel(recipe: Any) -> None:
             f"a batch of {run.batch_size} rows cannot be shared by {size} processes in {run.accumulate} parts each; "
             f"give run.batch_size={size * run.accumulate} or more"
         )
-    if recipe.run.parallel == "fsdp" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if recipe.run.parallel == "fsdp" and size > 1:
         kind = type(recipe.optim).__name__
         if kind in ("Adafactor", "Muon"):
             raise UserError(

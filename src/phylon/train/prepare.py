@@ -16,6 +16,7 @@ from phylon.train.parallel import check_parallel
 from phylon.train.pretrained import apply_tune, check_tune, load_start, start_tokenizer
 from phylon.train.recipe import DataRecipe, Recipe, model_family, model_spec
 from phylon.train.vocabulary import Loaded
+from phylon.train.world import launched
 
 PROVISIONAL_VOCAB = 256  # stands for the tokenizer's size until there is one
 
@@ -35,7 +36,7 @@ def check(recipe: Recipe, source: Source | None, device: str) -> Source:
     """
     resolve_precision(recipe.run.precision, resolve_device(device))
     check_threads(recipe.run.threads)
-    check_parallel(recipe)
+    check_parallel(recipe, launched().size)
     check_kept(recipe)
     model_spec(recipe, PROVISIONAL_VOCAB if recipe.objective.reads_text else None)  # before a file of it is read
     tokenizer = _known_tokenizer(recipe)

@@ -277,7 +277,10 @@ def with_values(recipe: Recipe, overrides: Mapping[str, Any]) -> Recipe:
 
 
 def _in_some_order(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
-    """Set every path; what is refused is tried again after the others, since values may only agree together."""
+    """Set every path; what is refused is tried again after the others, then together with what stands beside it.
+
+    For values may only agree together.
+    """
     while changes:
         refused: dict[str, Any] = {}
         problem = None
@@ -287,9 +290,36 @@ def _in_some_order(recipe: Recipe, changes: Mapping[str, Any]) -> Recipe:
             except UserError as error:
                 refused[path], problem = value, problem or error
         if problem is not None and len(refused) == len(changes):
-            raise problem
+            together = _tables(recipe, changes)
+            if len(together) == len(changes):
+                raise problem
+            try:
+                return _in_some_order(recipe, together)
+            except UserError:
+                raise problem from None
         changes = refused
     return recipe
+
+
+def _tables(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes with several of one table as one of that table."""
+    parents = [path.rpartition(".")[0] for path in changes]
+    found: dict[str, Any] = {}
+    for path, value in changes.items():
+        parent, _, name = path.rpartition(".")
+        table = found.get(parent) or _table(to_data(recipe), parent)
+        if table is None or parents.count(parent) == 1:
+            found[path] = value
+        else:
+            found[parent] = table | {name: value}
+    return found
+
+
+def _table(data: Any, path: str) -> dict[str, Any] | None:
+    """The table at a dotted path, if there is one."""
+    for part in path.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data if isinstance(data, dict) else None
 
 
 def _set_model(model: dict[str, Any], path: str, value: Any) -> None:

@@ -152,7 +152,7 @@ class Session:
         self._last["save"] = self.state.step
         self._say(f"resumed at step {self.state.step} from {checkpoint}")
         if changed:
-            self._say(f"the continuation may differ in its last bits: {'; '.join(changed)}")
+            self._say(f"the continuation is not bit for bit that of the run before: {'; '.join(changed)}")
             self._log({"kind": "resumed", "step": self.state.step, "changes": changed})
 
     def whole_model(self, *, averaged: bool = False) -> Model:

@@ -118,11 +118,22 @@ def join_world(device: str) -> tuple[World, str]:
 
 def launched() -> World:
     """The processes as ``torchrun``'s environment tells of them, whether or not they are there."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = _number("WORLD_SIZE", 1, 1)
     if size == 1:
         return World()
-    rank, local = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    return World(rank, size, local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    rank, local = (_number(name, 0, 0, size - 1) for name in ("RANK", "LOCAL_RANK"))
+    return World(rank, size, local, _number("LOCAL_WORLD_SIZE", 1, 1, size))
+
+
+def _number(name: str, default: int, least: int, most: int | None = None) -> int:
+    """What the environment says, which somebody may have set by hand."""
+    said = os.environ.get(name)
+    if said is None:
+        return default
+    if not said.isdecimal() or int(said) < least or (most is not None and int(said) > most):
+        until = "" if most is None else f" to {most}"
+        raise UserError(f"{name} is {said!r} and must be a whole number from {least}{until}; torchrun sets it")
+    return int(said)
 
 
 def _met(size: int) -> dist.Store:
