@@ -87,7 +87,7 @@ def test_peers_take_turns_and_are_what_speedups_refer_to() -> None:
         ({"against": "absent"}, "'toy' cannot be measured against absent: absent is not installed"),
         ({"against": "nobody"}, "'toy' at n=1 dtype=f32 has no side 'nobody'; it has right, wrong, broken"),
         ({"only": {"m": ["1"]}}, "cells of 'toy' have no 'm'; they have dtype, n"),
-        ({"only": {"n": ["3"]}}, "no cell is left; there are n = 1, 2"),
+        ({"only": {"n": ["1", "3"]}}, "no cell of 'toy' has n=3; there are 1, 2"),
     ],
 )
 def test_mistakes_get_a_line(options: dict[str, object], message: str) -> None:

@@ -232,6 +232,20 @@ def test_marks_are_not_lost_silently() -> None:
         model(tokens, marks=tokens, state=model.new_state(1))
 
 
+@pytest.mark.parametrize("positions", [[0, 0, 1, 2], [3, 2, 4, 5], [0, 1, 2, 2]])
+def test_positions_that_do_not_rise_are_not_taken_silently(positions: list[int]) -> None:
+    """On a whole text tokens see each other by position; a state would give other numbers."""
+    model = drawn("causal-0")
+    tokens, state = torch.zeros(1, 4, dtype=torch.int64), model.new_state(1)
+    with torch.no_grad(), pytest.raises(UserError, match="does not rise within its document"):
+        model(tokens, positions=torch.tensor([positions]), state=state)
+    with torch.no_grad():
+        model(tokens, positions=torch.tensor([[0, 2, 3, 7]]), state=state)
+        with pytest.raises(UserError, match="position 7 does not rise within its document"):
+            model(tokens[:, :1], positions=torch.tensor([[7]]), state=state)
+        model(tokens[:, :2], positions=torch.tensor([[8, 0]]), segments=torch.tensor([[1, 2]]), state=state)
+
+
 def test_autocast_and_state() -> None:
     """Keys of a bf16 pass in an fp32 buffer: one dtype per attention call."""
     model = drawn("attention-4")

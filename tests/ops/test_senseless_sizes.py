@@ -10,8 +10,9 @@ from phylon.layers.heads.lm import LMHead
 from phylon.layers.mixers.attention import Attention
 from phylon.layers.mixers.cross import CrossAttention
 from phylon.layers.mixers.mla import MLA
-from phylon.layers.positions.rotary import DynamicNTKScaling, FrequencyFactors, LinearScaling, Rotary
+from phylon.layers.positions.rotary import DynamicNTKScaling, FrequencyFactors, LinearScaling, Rotary, YarnScaling
 from phylon.layers.positions.score_bias import Alibi, T5Bias, alibi_slopes
+from phylon.model import Branch
 from phylon.ops.attention import AlibiBias, BucketBias, attention
 from phylon.ops.loss import cross_entropy, linear_cross_entropy
 from phylon.patterns import BigBird
@@ -35,6 +36,11 @@ LATENT = MLA(n_heads=2, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=2, 
         (lambda: DynamicNTKScaling(factor=2.0, original_max_seq_len=8, seq_len=0), "seq_len must be at least 1"),
         (lambda: FrequencyFactors(factors=(1.0, 0.0)), "above 0, got 0.0"),
         (lambda: LinearScaling(factor=float("inf")), "above 0, got inf"),
+        (
+            lambda: YarnScaling(factor=2.0, original_max_seq_len=8, attention_factor=math.nan),
+            "attention_factor must be",
+        ),
+        (lambda: Branch(op=LATENT, gain=math.inf), "gain must be a finite number"),
         (lambda: Rotary(theta=math.inf), "theta must be a finite number, got inf"),
         (lambda: Alibi(slopes=(0.5, math.nan)), "a slope must be a finite number, got nan"),
         (lambda: Attention(n_heads=1, n_kv_heads=1, head_dim=4, scale=math.nan), "scale must be a finite number"),

@@ -173,6 +173,11 @@ def test_values_that_agree_only_together_are_set_together():
         load_recipe("vit", {"objective.pixels.sdt": [0.25], "objective.pixels.mean": [0.5]})
 
 
+def test_a_kind_and_what_it_needs_are_set_together():
+    changed = load_recipe("demo", {"data.tokenizer.kind": "load", "data.tokenizer.path": "x"})
+    assert changed.data.tokenizer == Loaded(path="x")
+
+
 def test_a_kind_that_is_set_replaces_the_mechanism_and_keeps_what_was_said():
     changed = load_recipe("demo", {"schedule.kind": "wsd", "schedule.decay": 0.3})
     assert changed.schedule == WSD(warmup=40, min_ratio=0.02, decay=0.3)

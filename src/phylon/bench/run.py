@@ -60,6 +60,11 @@ def _chosen(found: Case, only: Mapping[str, list[str]]) -> list[Planned]:
     for name in only:
         if name not in known:
             raise UserError(f"cells of '{found.name}' have no '{name}'; they have {', '.join(sorted(known))}")
+    for name, values in only.items():
+        there = {str(plan.key.get(name)) for plan in planned}
+        wrong = [value for value in values if value not in there]
+        if wrong:
+            raise UserError(f"no cell of '{found.name}' has {name}={wrong[0]}; there are {', '.join(sorted(there))}")
     chosen = [p for p in planned if all(str(p.key.get(name)) in values for name, values in only.items())]
     if not chosen:
         values = {name: sorted({str(p.key.get(name)) for p in planned}) for name in only}

@@ -134,7 +134,8 @@ class Model(Part):
 
         ``segments`` (B, T): 0 is padding, equal ids are one document; left out, all tokens are real and continue the
         row's last document. ``positions`` (B, T) follow from segments unless given. ``types``, ``marks`` (B, T).
-        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was. An
+        With a ``state`` the tokens are appended to it, without gradients; a pass that fails leaves it as it was; given
+        positions must then rise within a document. An
         encoder-decoder reads ``source`` (B, S) with ``source_segments`` on the first call: query and key ids must be
         equal there too. ``targets`` (B, T) or ``Targets``, or a dict of them by head, adds ``losses``. ``logits``: all
         scores, those of each row's last real token (B, 1, V), or none.

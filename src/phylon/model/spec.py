@@ -4,7 +4,7 @@ import msgspec
 
 from phylon.layers.inits import NormalInit
 from phylon.spec.base import Embed, Head, Init, Norm, Op, Shared, Spec
-from phylon.spec.errors import UserError, check_number, check_rate, check_size
+from phylon.spec.errors import UserError, check_finite, check_number, check_rate, check_size
 
 _LAST_ID = 2**31 - 1
 
@@ -19,6 +19,7 @@ class Branch(Spec, frozen=True, kw_only=True):
     drop: float = 0.0
 
     def __post_init__(self) -> None:
+        check_finite("gain", self.gain)
         check_rate("drop", self.drop)
 
 

@@ -64,14 +64,14 @@ def resident_peak(work: Callable[[], object]) -> float:
         return 0.0
 
 
-def steps_peak(gradients: Gradients, batch: Batch, lr: float, rows: int) -> tuple[int, float]:
-    """The process's peak over a few whole steps, on the model and optimizer of ``gradients``; of how many rows.
+def steps_peak(gradients: Gradients, batch: Batch, lr: float, rows: int, count: int) -> tuple[int, float]:
+    """The process's peak over ``count`` whole steps, on the model and optimizer of ``gradients``; of how many rows.
 
     That is ``rows``, made of those of ``batch``, as far as a step takes seconds; else two.
     """
     keep_freed_memory()  # as the run will
 
-    def steps(rows: int, count: int) -> None:
+    def steps(rows: int) -> None:
         part = taken(batch, rows)
         for _ in range(count):
             found = gradients.of(part, None)
@@ -84,7 +84,7 @@ def steps_peak(gradients: Gradients, batch: Batch, lr: float, rows: int) -> tupl
         seconds = time.perf_counter() - started
     rows = rows if seconds * rows / 2 <= MOST_SECONDS else 2
     # As in a run the optimizer's state is made after the first pass, in the midst of what the next ones need.
-    return rows, resident_peak(lambda: steps(rows, 4))
+    return rows, resident_peak(lambda: steps(rows))
 
 
 def taken(batch: Batch, rows: int) -> Batch:

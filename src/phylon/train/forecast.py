@@ -17,6 +17,7 @@ from phylon.train.final import with_epochs
 from phylon.train.footprint import RowCost, free_bytes, in_words, row_cost, steps_peak
 from phylon.train.gradients import Gradients
 from phylon.train.machine import resolve_precision
+from phylon.train.memory import give_back
 from phylon.train.objectives.base import Batch
 from phylon.train.parallel import Parallel, check_parallel
 from phylon.train.parts import formula_bytes, rough_bytes, shards, state_bytes
@@ -142,10 +143,16 @@ class _Sampled:
 
 
 def estimate(
-    recipe: Recipe, source: Source | None = None, device: str = "auto", world: World | None = None
+    recipe: Recipe,
+    source: Source | None = None,
+    device: str = "auto",
+    world: World | None = None,
+    *,
+    whole_steps: int = 4,
 ) -> Estimate:
     """Measure a step of one and two rows of ``recipe`` and say what the run will need; nothing is left behind.
 
+    ``whole_steps`` are run to see what the process has beside its tensors; none leave that out.
     Where the run is to be spread (FSDP) over processes because none holds it whole, a formula stands for the step.
     The model is made in memory; the data are read up to a few hundred kilobytes, or whole where ``run.epochs`` asks
     how many steps they give.
@@ -160,7 +167,7 @@ def estimate(
     states = state_bytes(recipe, shape, world)
     measured = _holds_whole(recipe, shape, target, world)
     with tempfile.TemporaryDirectory() as folder:
-        found = _sampled(recipe, source, Path(folder), device, None if measured else shape, world)
+        found = _sampled(recipe, source, Path(folder), device, None if measured else shape, world, whole_steps)
     rows = math.ceil(found.most_rows / (recipe.run.accumulate * world.size))
     kept, peak, seconds = found.cost.at(rows)
     per_step = seconds * found.share * recipe.run.accumulate * found.rows / found.most_rows
@@ -206,7 +213,8 @@ def check_fits(recipe: Recipe, source: Source | None, device: str, world: World)
     if not _holds_whole(recipe, shape, target, world):
         return
     # How long the run is does not matter here, and may take all of the data to say.
-    found = estimate(recipe.replace(run=recipe.run.replace(epochs=None)), source, device, world)
+    found = estimate(recipe.replace(run=recipe.run.replace(epochs=None)), source, device, world, whole_steps=0)
+    give_back()
     if found.rows <= found.rows_that_fit:
         return
     if not found.rows_that_fit:
@@ -230,7 +238,13 @@ def _holds_whole(recipe: Recipe, shape: Model, target: torch.device, world: Worl
 
 
 def _sampled(
-    recipe: Recipe, source: Source | None, folder: Path, device: str, shape: Model | None, world: World
+    recipe: Recipe,
+    source: Source | None,
+    folder: Path,
+    device: str,
+    shape: Model | None,
+    world: World,
+    whole_steps: int,
 ) -> _Sampled:
     """Look at a few batches, of a small part of the data unless all must be counted, and run one and two rows.
 
@@ -271,11 +285,12 @@ def _sampled(
     if shape is None:
         optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
         gradients = Gradients(parallel, objective, optimizer, precision, 1)
-        stepped = (0, 0.0)
-        if gradients.device.type != "cuda":
-            roomy = rough_bytes(recipe, model, world) < ROOMY * _free(gradients.device, world)
-            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, part if roomy else 2)
-        cost = row_cost(gradients, heaviest)
+        cost, stepped = row_cost(gradients, heaviest), (0, 0.0)
+        if whole_steps and gradients.device.type != "cuda":
+            needed = cost.at(part)[1] + sum(state_bytes(recipe, model, World()).values())
+            roomy = 2 * needed < _free(gradients.device, world)
+            give_back()
+            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, part if roomy else 2, whole_steps)
     else:
         row = formula_bytes(recipe, shape, world) / part
         seconds = largest / ceiling_flops(resolve_device(device), precision)

@@ -307,7 +307,8 @@ def _tables(recipe: Recipe, changes: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, value in changes.items():
         parent, _, name = path.rpartition(".")
-        table = found.get(parent) or _table(to_data(recipe), parent)
+        # What another kind says is no part of the new one.
+        table = found.get(parent) or ({} if f"{parent}.kind" in changes else _table(to_data(recipe), parent))
         if table is None or parents.count(parent) == 1:
             found[path] = value
         else:

@@ -140,7 +140,9 @@ def _met(size: int) -> dist.Store:
     """The store by which the processes know of each other, once all of them are there."""
     try:
         store, _, _ = next(dist.rendezvous("env://", timeout=MEETING))
-    except RuntimeError:
+    except (RuntimeError, ValueError) as error:  # the latter of what the environment lacks, or of no number
+        if isinstance(error, ValueError):
+            raise UserError(f"processes that are started by hand need to know of each other: {error}") from None
         raise UserError(
             f"the {size} processes of this run have not met within {MEETING.total_seconds():.0f} seconds: start all of "
             "them, with one MASTER_ADDR and MASTER_PORT"

@@ -77,6 +77,7 @@ class YarnScaling(Mechanism, RopeScaling, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_factor(self.factor, self.original_max_seq_len)
         check_finite("beta_fast", self.beta_fast)
+        check_finite("attention_factor", self.attention_factor)
         if not self.beta_fast > self.beta_slow > 0:
             raise UserError(f"beta_fast {self.beta_fast} must be above beta_slow {self.beta_slow}, and that above 0")
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phylon.ops.checks import may_ask
+from phylon.spec.errors import UserError
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -49,7 +52,30 @@ def positions_from_segments(
 
 def previous_segments(segments: Tensor, last_segment: Tensor) -> Tensor:
     """The id (B, T) of the nearest real token before each token, or the row's ``last_segment`` (B,) where none is."""
+    return _previous(segments, segments, last_segment)
+
+
+def _previous(values: Tensor, segments: Tensor, first: Tensor) -> Tensor:
+    """The value (B, T) of the nearest real token before each token, or the row's ``first`` (B,) where none is."""
     index = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     seen = torch.where(segments != 0, index, -1).cummax(1).values
     before = torch.cat([seen.new_full((len(segments), 1), -1), seen[:, :-1]], dim=1)
-    return torch.where(before >= 0, segments.gather(1, before.clamp(min=0)), last_segment[:, None])
+    return torch.where(before >= 0, values.gather(1, before.clamp(min=0)), first[:, None])
+
+
+def check_rising(positions: Tensor, segments: Tensor, last_segment: Tensor, next_position: Tensor) -> None:
+    """Refuse positions that do not rise within a document: a token does not see the keys that come after it.
+
+    On the whole text tokens see each other by position; to a state, later ones are not there yet.
+    """
+    if not may_ask(positions):
+        return
+    same = (segments != 0) & (segments == previous_segments(segments, last_segment))
+    fallen = same & (positions <= _previous(positions.expand_as(segments), segments, next_position - 1))
+    if bool(fallen.any()):
+        row, column = fallen.nonzero()[0].tolist()
+        at = int(positions.expand_as(segments)[row, column])
+        raise UserError(
+            f"row {row}: position {at} does not rise within its document; a state takes tokens in their order, "
+            "so call the model on the whole text, without one"
+        )

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phylon.layers.state.chunk import Chunk, positions_from_segments
+from phylon.layers.state.chunk import Chunk, check_rising, positions_from_segments
 from phylon.layers.state.index import FullIndex, RollingIndex, grown
 from phylon.layers.state.part import StatePart
 from phylon.patterns import Records
@@ -77,8 +77,11 @@ class State:
         last = torch.tensor(self.last_segment, device=self.device)
         if segments is None:
             segments = last.clamp(min=1)[:, None].expand(-1, n_tokens)
+        coming = torch.tensor(self.next_position, device=self.device)
         if positions is None:
-            positions = positions_from_segments(segments, last, torch.tensor(self.next_position, device=self.device))
+            positions = positions_from_segments(segments, last, coming)
+        else:
+            check_rising(positions, segments, last, coming)
         counts = (segments != 0).sum(1).tolist()
         uniform = same_length and set(counts) == {n_tokens}
         return self._fits(Chunk(positions, segments, counts, n_tokens, uniform))

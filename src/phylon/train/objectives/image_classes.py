@@ -65,9 +65,16 @@ class ImageClasses(Mechanism, Objective, frozen=True, kw_only=True):
             raise UserError('image_classes reads images: data.source = { kind = "image_folder" | "image_arrays", … }')
         if recipe.data.max_bytes is not None:
             raise UserError("image_classes reads all of its images; leave data.max_bytes out")
-        images = source.open()
         n_classes = spec.heads[self.head].n_classes  # type: ignore[attr-defined]
+        images = source.open()
         numbers = images.labels.tolist() if isinstance(source, ImageArrays) and source.classes is None else []
+        stray = [index for index, number in enumerate(numbers) if number >= n_classes]
+        if stray and set(range(n_classes)) <= set(numbers):
+            raise UserError(
+                f"{images.name(stray[0])} of '{source.labels}': {numbers[stray[0]]} is none of the {n_classes} classes "  # type: ignore[union-attr]
+                f"of the head '{self.head}'; name them in data.source.classes, and data.source.unreadable=skip passes "
+                "over such images, or set its n_classes"
+            )
         labels = ((number, images.name(index)) for index, number in enumerate(numbers))
         check_head(images.classes, self.head, n_classes, labels, "data.source.classes")
         self._check_shape(embed, self._first_shape(source, images))
