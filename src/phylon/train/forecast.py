@@ -285,12 +285,13 @@ def _sampled(
     if shape is None:
         optimizer = build(recipe.optim, parallel.parameters().items())  # type: ignore[arg-type]
         gradients = Gradients(parallel, objective, optimizer, precision, 1)
-        cost, stepped = row_cost(gradients, heaviest), (0, 0.0)
+        stepped = (0, 0.0)
         if whole_steps and gradients.device.type != "cuda":
-            needed = cost.at(part)[1] + sum(state_bytes(recipe, model, World()).values())
-            roomy = 2 * needed < _free(gradients.device, world)
-            give_back()
-            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, part if roomy else 2, whole_steps)
+            # Before anything else is run, whose memory the process would keep.
+            most = rough_bytes(recipe, model, World()) + sum(state_bytes(recipe, model, World()).values())
+            rows = part if most < _free(gradients.device, world) else 2
+            stepped = steps_peak(gradients, heaviest, recipe.optim.lr, rows, whole_steps)
+        cost = row_cost(gradients, heaviest)
     else:
         row = formula_bytes(recipe, shape, world) / part
         seconds = largest / ceiling_flops(resolve_device(device), precision)
