@@ -135,7 +135,8 @@ def backends_page(rows: Rows) -> str:
     width = max(44, *(len(call) + 2 for row in rows for call in row["calls"]))
     blocks = []
     for row in rows:
-        state = "available" if row["unavailable"] is None else f"not here: {row['unavailable']}"
+        state = "on GPUs, " * (row["device"] == "cuda")
+        state += "available" if row["unavailable"] is None else f"not here: {row['unavailable']}"
         lines = [f"{row['op']}: {row['backend']} ({state})", *([] if row["note"] is None else [f"  {row['note']}"])]
         lines += [f"  {call:<{width}}{'yes' if why is None else why}" for call, why in row["calls"].items()]
         blocks.append("\n".join(lines))

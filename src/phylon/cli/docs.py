@@ -206,7 +206,7 @@ def backends_page() -> str:
     for op in dict.fromkeys(row["op"] for row in rows):
         own = [row for row in rows if row["op"] == op]
         reasons = list(dict.fromkeys(why for row in own for why in row["calls"].values() if why))
-        head = ("call", *(f"`{row['backend']}`" for row in own))
+        head = ("call", *(f"`{row['backend']}`" + (" (GPUs)" if row["device"] == "cuda" else "") for row in own))
         lines = []
         for call in own[0]["calls"]:
             marks = [row["calls"][call] for row in own]

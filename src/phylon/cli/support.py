@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from phylon.ops.scores import ScoresCall
 from phylon.patterns import BigBird, Causal, Full, Global, Prefix, Records, Strided, SymmetricWindow, Window
 
 _device = "cpu"
-"""Where the calls lie that backends are asked about: nowhere ("meta") for those of an accelerator."""
+"""Where the calls lie that backends are asked about; on a GPU they are tensors without numbers, which need none."""
 
 
 class _OwnBias:
@@ -84,7 +85,7 @@ def _experts(**changes: Any) -> ExpertCall:
 def _scan(dtype: torch.dtype = torch.float32, size: int = 16, **breaks: Any) -> ScanCall:
     x = torch.zeros(1, 8, 64, dtype=dtype, device=_device)
     maps, A = x.new_zeros(1, 8, size), x.new_zeros(64, size)
-    return ScanCall(x=x, dt=x, A=A, B=maps, C=maps, D=A[:, 0], state=None, breaks=Breaks(**breaks))
+    return ScanCall(x=x, dt=x, A=A, B=maps, C=maps, D=x.new_zeros(64), state=None, breaks=Breaks(**breaks))
 
 
 def _ssd(dtype: torch.dtype = torch.float32, **breaks: Any) -> SSDCall:
@@ -108,9 +109,8 @@ def _step(dtype: torch.dtype = torch.float32, learns: bool = False) -> StepCall:
 
 
 def _starts() -> dict[str, Any]:
-    """Two documents in a row, the last token padding."""
-    index = torch.arange(8, device=_device)[None]
-    return {"resets": index == 3, "real": index < 7}
+    """What says where documents start and what is padding."""
+    return {name: torch.ones(1, 8, dtype=torch.bool, device=_device) for name in ("resets", "real")}
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -195,11 +195,15 @@ def dispatches() -> Iterator[Dispatch[Any]]:
 
 
 def matrix() -> list[dict[str, Any]]:
-    """A row a backend: ``calls`` maps the words for a call to ``None`` (supported) or the reason for refusing it."""
+    """A row a backend: ``calls`` maps the words for a call to ``None`` (supported) or the reason for refusing it.
+
+    ``device`` is the one that it is asked about, "cuda" where it is for GPUs alone.
+    """
     return [
         {
             "op": dispatch.op,
             "backend": backend.name,
+            "device": getattr(backend, "device", "cpu"),
             "unavailable": backend.available(),
             "note": note_of(backend),
             "calls": _asked(dispatch.op, backend),
@@ -211,8 +215,15 @@ def matrix() -> list[dict[str, Any]]:
 
 def _asked(op: str, backend: Any) -> dict[str, str | None]:
     global _device
-    _device = "cpu" if getattr(backend, "device", "cpu") == "cpu" else "meta"
+    _device = getattr(backend, "device", "cpu")
     try:
-        return {words: backend.supports(make()) for words, make in CALLS.get(op, {}).items()}
+        with nullcontext() if _device == "cpu" else _without_numbers():
+            return {words: backend.supports(make()) for words, make in CALLS.get(op, {}).items()}
     finally:
         _device = "cpu"
+
+
+def _without_numbers() -> AbstractContextManager[object]:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # seconds to import
+
+    return FakeTensorMode()

@@ -29,6 +29,7 @@ class Triton:
     """Only the tiles that the pattern keeps; of ``block`` queries and keys, or as many as the widths allow."""
 
     name = "triton"
+    device = "cuda"
 
     def __init__(self, block: int | None = None) -> None:
         self.block = block
@@ -48,7 +49,7 @@ class Triton:
         if max(call.q.shape[3], call.v.shape[3]) > _WIDEST:
             return f"heads are wider than {_WIDEST}"
         if call.bias is not None and not isinstance(call.bias, AlibiBias | BucketBias):
-            return f"the score bias {type(call.bias).__name__} is not known to depend on distances alone"
+            return f"{type(call.bias).__name__} is not known to depend on distances alone"
         if torch.compiler.is_compiling():
             return "torch.compile cannot see into it"
         return too_far(call)

@@ -28,6 +28,7 @@ class ScanTriton:
     """fp32 arithmetic, forward and backward."""
 
     name = "triton"
+    device = "cuda"
 
     def available(self) -> str | None:
         return unavailable()
