@@ -2,9 +2,11 @@
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import phylon.layers
 from phylon.layers.embeddings.tokens import TokenEmbed
@@ -238,3 +240,19 @@ def gpt_like() -> ModelSpec:
 def llama_like() -> ModelSpec:
     """Pre-norm, RMSNorm, rotary, grouped heads, SwiGLU: LLaMA's shape."""
     return pre(init=FanInInit(gain=2.0))
+
+
+class Made(TorchDispatchMode):
+    """Bytes of the tensors made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                self.sizes.append(t.untyped_storage().nbytes())
+        return out

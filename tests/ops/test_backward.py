@@ -114,28 +114,27 @@ def test_a_backward_inside_autocast_is_that_outside(op: str, backend: str) -> No
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o != ("conv", "shifted")])
-def test_a_second_derivative_is_refused_in_one_line(op: str, backend: str) -> None:
+def _run(op: str, backend: str) -> tuple[list[Tensor], Tensor]:
+    """The inputs of an op and the first of what one backend makes of them."""
     dispatch, function, shapes = OPS[op]
     leaves = [draw(*shape).requires_grad_() for shape in shapes]
     if reason := dispatch.backends[backend].available():  # type: ignore[attr-defined]
         pytest.skip(reason)
     with dispatch.force(backend):  # type: ignore[attr-defined]
         out = function(*leaves)
-    first = out[0] if isinstance(out, tuple) else out
+    return leaves, out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o != ("conv", "shifted")])
+def test_a_second_derivative_is_refused_in_one_line(op: str, backend: str) -> None:
+    leaves, first = _run(op, backend)
     with pytest.raises(UserError, match="has no second derivative: use"):
         torch.autograd.grad(first.square().sum(), leaves, create_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o != ("conv", "shifted")])
 def test_several_gradients_at_once_are_refused_in_one_line(op: str, backend: str) -> None:
-    dispatch, function, shapes = OPS[op]
-    leaves = [draw(*shape).requires_grad_() for shape in shapes]
-    if reason := dispatch.backends[backend].available():  # type: ignore[attr-defined]
-        pytest.skip(reason)
-    with dispatch.force(backend):  # type: ignore[attr-defined]
-        out = function(*leaves)
-    first = out[0] if isinstance(out, tuple) else out
+    leaves, first = _run(op, backend)
     with pytest.raises(UserError, match=r"takes one gradient at a time.*: use"):
         torch.autograd.grad(first, leaves, torch.ones(2, *first.shape), is_grads_batched=True, allow_unused=True)
 

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import Made
 from phylon.ops import scan
 from phylon.ops.scan import causal_conv, native, selective_scan
 from phylon.spec import UserError
@@ -222,22 +222,6 @@ def test_exponentials_are_good_to_their_last_bits(rate: float) -> None:
     assert ((got[0, :, 0] / wanted - 1).abs() <= 2e-7 + 1.3e-7 * rate * dt[0, 0]).all()
 
 
-class _Made(TorchDispatchMode):
-    """Bytes and number of the tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.sizes.append(t.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("length", [512, 2048])
 def test_no_tensor_of_all_states(length: int) -> None:
     """Outputs, gradients, and of every 32nd step the state."""
@@ -247,7 +231,7 @@ def test_no_tensor_of_all_states(length: int) -> None:
         for n, k in zip(BY_TIME, (width, width, size, size), strict=True)
     }
     A, D = (-torch.rand(width, size)).requires_grad_(), torch.ones(width, requires_grad=True)
-    with _Made() as made:
+    with Made() as made:
         y, _ = selective_scan(**leaves, A=A, D=D, backend="native")
         y.backward(torch.ones_like(y))
     states = length * width * size * 4
@@ -263,11 +247,11 @@ def test_a_step_makes_its_output_and_nothing_else(dtype: torch.dtype) -> None:
     inputs["state"] = inputs["state"].float()
     conv = {n: t.to(dtype) for n, t in conv_inputs(1, 64, 4, batch=1).items()}
     into, tail = torch.empty_like(inputs["state"]), torch.empty_like(conv["tail"])
-    with _Made() as made:
+    with Made() as made:
         _, last = selective_scan(**inputs, into=into, backend="native")
     assert last is into
     assert made.sizes == [64 * dtype.itemsize]
-    with _Made() as made:
+    with Made() as made:
         _, last = causal_conv(**conv, into=tail, activation="silu", backend="native")
     assert last is tail
     assert made.sizes == [64 * dtype.itemsize]

@@ -1,13 +1,12 @@
 """One token through the middle of a Mamba block in one call: against the ops it is made of; where it steps aside."""
 
 from dataclasses import fields
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import Made
 from phylon.families.mamba import mamba_spec
 from phylon.model import build
 from phylon.ops.native import ready
@@ -75,27 +74,11 @@ def test_sixteen_bits_outside(sizes: tuple[int, int, int, int, int], mixed: bool
     assert torch.equal(made.new_tail.double(), exact.new_tail)
 
 
-class _Made(TorchDispatchMode):
-    """Bytes of the tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.sizes.append(t.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_it_makes_its_output_and_nothing_else(dtype: torch.dtype) -> None:
     given = call(2, 64, 16, 4, 4, dtype=dtype)
-    with _Made() as made:
+    with Made() as made:
         y = mamba_step(given)
     assert made.sizes == [y.numel() * y.element_size()]
 
@@ -105,7 +88,7 @@ def test_it_makes_its_output_and_nothing_else(dtype: torch.dtype) -> None:
 def test_its_ops_make_nothing_of_the_states_size(dtype: torch.dtype) -> None:
     """Where the kernel steps aside, be it for a dtype, a device or a missing compiler."""
     given = call(1, 64, 64, 4, 4, dtype=dtype)
-    with ready.without(), _Made() as made:
+    with ready.without(), Made() as made:
         y = mamba_step(given, "reference")
     assert max(made.sizes) < given.state.untyped_storage().nbytes() / 4
     exact = call(1, 64, 64, 4, 4, dtype=dtype)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import Made
 from phylon.ops import scan
 from phylon.ops.scan import ssd_scan
 from phylon.ops.scan.ssd import native
@@ -173,27 +173,11 @@ def test_exponentials_are_good_to_their_last_bits(rate: float) -> None:
             torch.testing.assert_close(state[0, 1:], torch.full((4095, 1, 1), left), equal_nan=True)
 
 
-class _Made(TorchDispatchMode):
-    """Bytes of the tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {t.untyped_storage().data_ptr() for t in args if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
-                self.sizes.append(t.untyped_storage().nbytes())
-        return out
-
-
 @pytest.mark.parametrize("length", [256, 1024])
 def test_no_tensor_of_all_states_nor_of_all_pairs(length: int) -> None:
     """Outputs, gradients, those of B and C by four heads, and of every 64th step the state."""
     given = {n: t.float().requires_grad_() for n, t in inputs(length, (8, 1, 16, 32), batch=4).items()}
-    with _Made() as made:
+    with Made() as made:
         y, _ = ssd_scan(**given, backend="native")
         y.backward(torch.ones_like(y))
     x, maps = (given[n].numel() * 4 for n in ("x", "B"))
@@ -206,7 +190,7 @@ def test_no_tensor_of_all_states_nor_of_all_pairs(length: int) -> None:
 def test_what_starts_a_document_keeps_no_state() -> None:
     given = {n: t.float().requires_grad_() for n, t in inputs(130, (8, 1, 16, 32), batch=2).items()}
     resets = torch.ones(2, 130, dtype=torch.bool)
-    with _Made() as made:
+    with Made() as made:
         ssd_scan(**given, resets=resets, backend="native")
     assert sum(made.sizes) == (given["x"].numel() + given["state"].numel()) * 4
 
@@ -214,7 +198,7 @@ def test_what_starts_a_document_keeps_no_state() -> None:
 def test_a_step_makes_its_output_and_nothing_else() -> None:
     given = {n: t.float() for n, t in inputs(1, (4, 1, 16, 64), batch=1).items()}
     into = torch.empty_like(given["state"])
-    with _Made() as made:
+    with Made() as made:
         _, last = ssd_scan(**given, into=into, backend="native")
     assert last is into
     assert made.sizes == [4 * 16 * 4]

@@ -231,8 +231,10 @@ def _sum_and_gradients(
     rows = _chunk_rows(len(hidden_ND), weight_VD.shape, torch.finfo(dtype).bits // 8, low)
     for start in range(0, max(1, hidden_ND.shape[0]), rows):
         part = slice(start, start + rows)
-        # What is ignored can hold anything, and 0 * NaN would be NaN in the weights' gradient.
-        h_CD = hidden_ND[part].masked_fill((targets_N[part] == IGNORE)[:, None], 0)
+        h_CD, ignored = hidden_ND[part], targets_N[part] == IGNORE
+        if not may_ask(ignored) or bool(ignored.any()):
+            # It can hold anything, and 0 * NaN would be NaN in the weights' gradient.
+            h_CD = h_CD.masked_fill(ignored[:, None], 0)
         h_CD = operand(h_CD, hidden_ND.dtype)
         call = ScoresCall(
             scores=(h_CD @ compute_VD.T).to(dtype),

@@ -118,12 +118,12 @@ def explain(
     state: Tensor | None = None,
     resets: Tensor | None = None,
     real: Tensor | None = None,
-    into: Tensor | None = None,
     backend: str | None = None,
+    **options: Tensor | None,
 ) -> list[Reason]:
-    """Which backend would run this selective scan, and why each other one would not."""
-    call = ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=Breaks(resets=resets, real=real), into=into)
-    return dispatch.explain(call, backend)
+    """Which backend would run this selective scan, and why each other one would not; the options are those of it."""
+    breaks = Breaks(resets=resets, real=real)
+    return dispatch.explain(ScanCall(x=x, dt=dt, A=A, B=B, C=C, D=D, state=state, breaks=breaks, **options), backend)
 
 
 def _written(result: tuple[Tensor, Tensor], into: Tensor | None) -> tuple[Tensor, Tensor]:
