@@ -125,6 +125,29 @@ def _run(op: str, backend: str) -> tuple[list[Tensor], Tensor]:
     return leaves, out[0] if isinstance(out, tuple) else out
 
 
+@pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o[0] not in ("rotary", "experts", "loss")])
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, "meta"], ids=str)
+def test_pytorchs_defaults_are_nothing_to_a_kernel(op: str, backend: str, default: torch.dtype | str) -> None:
+    """Memory that a kernel fills has its own dtype and device: a default's would be too small, or nowhere."""
+    found, before = [], torch.get_default_dtype()
+    for changed in (False, True):
+        leaves, _ = _run(op, backend)
+        try:
+            if changed and isinstance(default, str):
+                torch.set_default_device(default)
+            elif changed:
+                torch.set_default_dtype(default)  # type: ignore[arg-type]
+            with OPS[op][0].force(backend):  # type: ignore[attr-defined]
+                out = OPS[op][1](*leaves)
+            first = out[0] if isinstance(out, tuple) else out
+            found.append([first.detach(), *torch.autograd.grad(first.float().sum(), leaves, allow_unused=True)])
+        finally:
+            torch.set_default_dtype(before)
+            torch.set_default_device(None)
+    for plain, other in zip(*found, strict=True):
+        assert plain is other is None or torch.equal(plain, other)
+
+
 @pytest.mark.parametrize(("op", "backend"), [o for o in OWN if o != ("conv", "shifted")])
 def test_a_second_derivative_is_refused_in_one_line(op: str, backend: str) -> None:
     leaves, first = _run(op, backend)

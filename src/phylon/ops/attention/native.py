@@ -20,7 +20,7 @@ from phylon.ops.attention.distances import distances, too_far
 from phylon.ops.attention.native_check import check
 from phylon.ops.attention.plan import TilePlan, tile_plan
 from phylon.ops.backward import once
-from phylon.ops.native import Library, pointer, strided
+from phylon.ops.native import Library, floats, pointer, strided
 from phylon.ops.native.amx import AMX, EMULATED, PLAIN
 from phylon.patterns import Causal, Full, Pattern, SymmetricWindow, Window
 
@@ -135,7 +135,10 @@ def _forward(
     library: Library, setting: _Setting, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     b, t, h, _ = q.shape
-    out, lse = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype), torch.empty((b, h, t), dtype=torch.float32)
+    out, lse = (
+        torch.empty((b, t, h, v.shape[3]), dtype=q.dtype, device="cpu"),
+        floats(b, h, t),
+    )
     gradients = (*_NONE * 17, _address(sink, h), 0, _address(bias, 0 if bias is None else h * bias.shape[1]), 0)
     library.attention_forward(_pack(q, k, v, out, lse, gradients, bias, setting), _DTYPES[q.dtype])
     return out, lse
@@ -144,7 +147,7 @@ def _forward(
 def _few(library: Library, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, call: AttentionCall) -> Tensor:
     """A few queries without a gradient: masks and biases of all pairs are small."""
     b, t, h, _ = q.shape
-    out = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype)
+    out = torch.empty((b, t, h, v.shape[3]), dtype=q.dtype, device="cpu")
     band = _aligned_band(call)
     mask = None if band is not None else call.mask()
     scores = call.bias_scores()
@@ -200,7 +203,7 @@ def _pack(
 def _rows_like(x: Tensor) -> Tensor:
     """Room for a gradient in rows side by side: ``empty_like`` an overlapping view keeps the order of its strides."""
     made = torch.empty_like(x)
-    return made if made.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype)
+    return made if made.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device="cpu")
 
 
 def _pairs(x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:

@@ -213,6 +213,11 @@ class Library:
             )
 
 
+def floats(*shape: int) -> Tensor:
+    """Memory for fp32 numbers that a kernel fills, whatever dtype and device are PyTorch's default now."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
 def pointer(tensor: Tensor | None, numbers: int, dtype: torch.dtype = torch.float32) -> int | None:
     """The address of ``numbers`` dense numbers, for a ``c_void_p`` argument; ``None`` is the null pointer.
 

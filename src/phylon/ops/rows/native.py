@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from phylon.ops.native import Library, pointer, strided
+from phylon.ops.native import Library, floats, pointer, strided
 
 KINDS = {"relu": 0, "gelu": 1, "gelu_tanh": 2, "silu": 3, "tanh": 4}
 FEW = 8192
@@ -54,7 +54,7 @@ def norm_forward(
     """``x + h`` (``x`` itself without ``h``), its norm, and (2, rows) the rows' means and inverse deviations."""
     n, d = x.numel(), x.shape[-1]
     total = x if h is None else torch.empty_like(x)
-    y, statistics = torch.empty_like(x), torch.empty(2, n // d)
+    y, statistics = torch.empty_like(x), floats(2, n // d)
     types = _low(x) + 2 * (0 if h is None else _low(h)) + 4 * _low(y)
     LIBRARY.rows_norm(
         types, _held(x, n), _held(h, n), pointer(weight, d), pointer(bias, d), total.data_ptr(), y.data_ptr(),
@@ -74,9 +74,9 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of what was normed (that of the total added), of the weight and of the bias, the latter in fp32."""
     n, d = x.numel(), x.shape[-1]
-    grad_x, parts = torch.empty_like(x), torch.empty(2 * _SHARES * d)
-    grad_w = None if weight is None else torch.empty(d)
-    grad_b = torch.empty(d) if with_bias else None
+    grad_x, parts = torch.empty_like(x), floats(2 * _SHARES * d)
+    grad_w = None if weight is None else floats(d)
+    grad_b = floats(d) if with_bias else None
     LIBRARY.rows_norm_backward(
         _low(x) + 4 * _low(grad_y), _held(grad_y, n), pointer(grad_total, n, x.dtype), _held(x, n), pointer(weight, d),
         pointer(statistics, 2 * (n // d)), statistics[1].data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
@@ -114,9 +114,9 @@ class ActivationGradients:
         self.x = grad_y
         self.up = None if up is None else torch.empty_like(up)
         self.y = torch.empty_like(x) if again else None
-        self.bias = None if bias is None else torch.empty(d)
-        self.up_bias = None if up_bias is None else torch.empty(d)
-        parts = None if bias is None and up_bias is None else torch.empty(2 * _SHARES * d)
+        self.bias = None if bias is None else floats(d)
+        self.up_bias = None if up_bias is None else floats(d)
+        parts = None if bias is None and up_bias is None else floats(2 * _SHARES * d)
         LIBRARY.rows_activation_backward(
             KINDS[kind], _low(x), pointer(grad_y, n, dtype), _held(x, n), pointer(bias, d), pointer(up, n, dtype),
             pointer(up_bias, d), pointer(self.x, n, dtype), pointer(self.up, n, dtype), pointer(self.y, n, dtype),
@@ -127,7 +127,7 @@ class ActivationGradients:
 def row_sum(x: Tensor) -> Tensor:
     """The sum over all dimensions but the last, in fp32, the same for any number of threads."""
     n, d = x.numel(), x.shape[-1]
-    out, parts = torch.empty(d), torch.empty(_SHARES * d)
+    out, parts = floats(d), floats(_SHARES * d)
     LIBRARY.rows_sum(_low(x), _held(x, n), parts.data_ptr(), out.data_ptr(), n // d, d)
     return out
 
@@ -143,7 +143,7 @@ def scores_loss(
     grad: bool,
 ) -> Tensor:
     """Losses (C,) of fp32 ``scores`` (C, V), whose memory becomes their gradient where ``grad``."""
-    (c, v), losses = scores.shape, torch.empty(len(scores))
+    (c, v), losses = scores.shape, floats(len(scores))
     LIBRARY.rows_cross_entropy(
         pointer(scores, c * v), pointer(bias, v), pointer(targets, c, torch.int64), pointer(weights, c),
         losses.data_ptr(), c, v, softcap or 0.0, smoothing, z_loss, grad,
@@ -158,7 +158,7 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
     assert 2 * half <= width
     address, *strides = strided(x, x.shape, torch.bfloat16 if _low(x) else torch.float32)
     tables = (pointer(table, rows * tokens * half) for table in (cosine, sine))
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device="cpu")
     LIBRARY.rows_rotary(
         _low(x), address, *tables, y.data_ptr(), batch, tokens, heads, width, half, *strides,
         0 if rows == 1 else cosine.stride(0), sign,
@@ -168,14 +168,14 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor, sign: float) -> Tensor:
 
 def gather(x: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` (M,) of ``x`` (N, D)."""
-    y = torch.empty(len(index), x.shape[1], dtype=x.dtype)
+    y = torch.empty(len(index), x.shape[1], dtype=x.dtype, device="cpu")
     LIBRARY.rows_gather(_low(x), _held(x, x.numel()), pointer(index, len(y), torch.int64), y.data_ptr(), *y.shape)
     return y
 
 
 def combine(x: Tensor, where: Tensor, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     """``sum over j of gates[n, j] * x[where[n, j]]`` (N, D), summed in fp32; a place of -1 adds nothing."""
-    y, places = torch.empty(len(where), x.shape[1], dtype=dtype), where.numel()
+    y, places = torch.empty(len(where), x.shape[1], dtype=dtype, device="cpu"), where.numel()
     LIBRARY.rows_combine(
         _low(x) + 2 * _low(y), _held(x, x.numel()), pointer(where, places, torch.int64), pointer(gates, places),
         y.data_ptr(), *where.shape, x.shape[1],

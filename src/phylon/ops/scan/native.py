@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phylon.ops.activation import ACTIVATIONS
 from phylon.ops.backward import once
-from phylon.ops.native import Library, pointer, strided
+from phylon.ops.native import Library, floats, pointer, strided
 from phylon.ops.scan.call import ConvCall, ScanCall, SSDCall
 
 _HELD = (torch.float32, torch.bfloat16)
@@ -91,8 +91,8 @@ class ScanNative:
         tensors = (x, dt, A, B, C, D, h)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _NativeScan.apply(*tensors, *breaks)
-        y, last = torch.empty(x.shape, dtype=x.dtype), target_of(call.into, h)
-        last = torch.empty(len(x), *A.shape) if last is None else last
+        y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), target_of(call.into, h)
+        last = floats(len(x), *A.shape) if last is None else last
         described = _scan(*tensors, *breaks)
         LIBRARY.scan_forward(byref(described), byref(_Strided.of(y, x.shape)), pointer(last, len(x) * A.numel()), None)
         return y, last
@@ -118,7 +118,7 @@ class ConvNative:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, tail, weight, bias)):
             y, last = _NativeConv.apply(x, weight, bias, tail, silu, *breaks)
         else:
-            y, last = torch.empty(x.shape, dtype=x.dtype), call.into
+            y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), call.into
             if last is None or last is tail or last.dtype not in _HELD or not last.is_contiguous():
                 last = x.new_empty(_tails(x, weight))
             described, tails = _conv(x, weight, bias, tail, silu, *breaks), _tails(x, weight)
@@ -188,8 +188,8 @@ class _NativeScan(torch.autograd.Function):
         real: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         call = _scan(x, dt, A, B, C, D, h, resets, real)
-        y, last = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x), *A.shape)
-        starts = torch.empty(LIBRARY.scan_starts(*x.shape, A.shape[1]))
+        y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), floats(len(x), *A.shape)
+        starts = floats(LIBRARY.scan_starts(*x.shape, A.shape[1]))
         ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
         ctx.set_materialize_grads(False)
         LIBRARY.scan_forward(byref(call), byref(_Strided.of(y, x.shape)), last.data_ptr(), starts.data_ptr())
@@ -201,10 +201,10 @@ class _NativeScan(torch.autograd.Function):
         x, dt, A, B, C, D, h, resets, real, starts = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
-        grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
-        grad_B, grad_C = (torch.empty(t.shape) for t in (B, C))
-        grad_A, grad_h = (torch.empty(len(x), *A.shape) for _ in range(2))
-        grad_D = torch.empty(len(x), len(A))
+        grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (x, dt))
+        grad_B, grad_C = (floats(*t.shape) for t in (B, C))
+        grad_A, grad_h = (floats(len(x), *A.shape) for _ in range(2))
+        grad_D = floats(len(x), len(A))
         dense = (grad_B, grad_C, grad_last, grad_A, grad_D, grad_h, starts)
         states = len(x) * A.numel()
         sizes = (B.numel(), C.numel(), states, states, len(x) * len(A), states, starts.numel())
@@ -253,7 +253,7 @@ class _NativeConv(torch.autograd.Function):
         resets: Tensor | None,
         real: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        y, last = torch.empty(x.shape, dtype=x.dtype), x.new_empty(_tails(x, weight))
+        y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), x.new_empty(_tails(x, weight))
         call = _conv(x, weight, bias, tail, silu, resets, real)
         LIBRARY.conv_forward(byref(call), byref(_Strided.of(y, x.shape)), byref(_Strided.of(last, last.shape)))
         ctx.save_for_backward(x, weight, bias, tail, resets, real)
@@ -267,9 +267,9 @@ class _NativeConv(torch.autograd.Function):
         x, weight, bias, tail, resets, real = ctx.saved_tensors
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else dense_rows(grad_outputs[1])
-        grad_x = torch.empty(x.shape, dtype=x.dtype)
-        grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype)
-        grad_weight, grad_bias = (torch.empty(len(x), *shape) for shape in (weight.mT.shape, weight.shape[:1]))
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+        grad_tail = None if tail is None else torch.empty(tail.shape, dtype=tail.dtype, device="cpu")
+        grad_weight, grad_bias = (floats(len(x), *shape) for shape in (weight.mT.shape, weight.shape[:1]))
         tails = _tails(x, weight)
         views = ((grad_y, x.shape), (grad_last, tails), (grad_x, x.shape), (grad_tail, tails))
         gradients = _ConvGradients(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phylon.ops.backward import once
-from phylon.ops.native import Library, pointer, strided
+from phylon.ops.native import Library, floats, pointer, strided
 from phylon.ops.scan.call import SSDCall
 from phylon.ops.scan.native import dense_rows, in_fp32, masks_of, refusal_of, target_of
 
@@ -59,14 +59,14 @@ class SSDNative:
         tensors = (x, dt, A, B, C, D, h, *masks_of(call))
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _NativeSSD.apply(*tensors)
-        y, last = torch.empty(x.shape, dtype=x.dtype), target_of(call.into, h)
+        y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), target_of(call.into, h)
         last = _states(x, B) if last is None else last
         LIBRARY.ssd_forward(byref(_scan(*tensors)), byref(_View.of(y, x.shape)), _address(last, x, B), None)
         return y, last
 
 
 def _states(x: Tensor, B: Tensor) -> Tensor:
-    return torch.empty(len(x), *x.shape[2:], B.shape[3])
+    return floats(len(x), *x.shape[2:], B.shape[3])
 
 
 def _address(states: Tensor | None, x: Tensor, B: Tensor) -> int | None:
@@ -90,8 +90,8 @@ class _NativeSSD(torch.autograd.Function):
         real: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         call = _scan(x, dt, A, B, C, D, h, resets, real)
-        y, last = torch.empty(x.shape, dtype=x.dtype), _states(x, B)
-        starts = torch.empty(LIBRARY.ssd_starts(byref(call)))
+        y, last = torch.empty(x.shape, dtype=x.dtype, device="cpu"), _states(x, B)
+        starts = floats(LIBRARY.ssd_starts(byref(call)))
         ctx.save_for_backward(x, dt, A, B, C, D, h, resets, real, starts)
         ctx.set_materialize_grads(False)
         LIBRARY.ssd_forward(byref(call), byref(_View.of(y, x.shape)), last.data_ptr(), starts.data_ptr())
@@ -105,10 +105,10 @@ class _NativeSSD(torch.autograd.Function):
         call = _scan(*tensors)
         grad_y = x.new_zeros(x.shape) if grad_outputs[0] is None else dense_rows(grad_outputs[0])
         grad_last = None if grad_outputs[1] is None else grad_outputs[1].contiguous()
-        grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype) for t in (x, dt))
+        grad_x, grad_dt = (torch.empty(t.shape, dtype=t.dtype, device="cpu") for t in (x, dt))
         blocks = -(-(x.shape[2] // B.shape[2]) // call.block)
-        grad_B, grad_C = (torch.empty(blocks, *B.shape) for _ in range(2))
-        grad_A, grad_D = (torch.empty(len(x), x.shape[2]) for _ in range(2))
+        grad_B, grad_C = (floats(blocks, *B.shape) for _ in range(2))
+        grad_A, grad_D = (floats(len(x), x.shape[2]) for _ in range(2))
         grad_h = _states(x, B)
         gradients = _Gradients(
             *(_View.of(t, x.shape) for t in (grad_y, grad_x)),
